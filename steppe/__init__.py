@@ -1,0 +1,33 @@
+"""Flat memory for long-context MoE training: four exact schedules and a planner.
+
+Names are loaded when they are first used, so that `import steppe` and `steppe plan` never load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "OFF": "steppe.core.policy",
+    "Ledger": "steppe.core.ledger",
+    "BoundaryPolicy": "steppe.flatteners.boundary.budget",
+    "SCO": "steppe.flatteners.boundary.attach",
+    "long_lived": "steppe.flatteners.boundary.checkpoint",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'steppe' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

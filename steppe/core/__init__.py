@@ -1,0 +1,1 @@
+"""Integers and words that everything above shares; standard library only."""

@@ -1,0 +1,120 @@
+"""The Ledger: who holds which bytes at the peak. Predicted and measured ledgers are one type.
+
+An `Entry` is one tensor (or a group of equal ones) with an owner, a place and the moments of a step at which it is
+alive. A predicted ledger is the fold of its entries; a measured one comes from the Meter. Judging a prediction is a
+subtraction of the two.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+PEAKS: Final = ("dispatch", "vocab", "boundary", "optimizer")
+OWNERS: Final = (*PEAKS, "weights", "gradients", "gathered", "attention", "router", "communication", "other")
+
+
+class Moment(enum.StrEnum):
+    """The points of a run at which a peak can stand."""
+
+    LOAD = "load"
+    FORWARD = "forward"  # inside the last block's forward, all boundaries alive
+    LOSS = "loss"  # inside the vocabulary projection and cross-entropy
+    BACKWARD = "backward"  # inside the last block's recompute and backward, all boundaries alive
+    UPDATE = "update"  # inside the optimizer's step
+    EVALUATE = "evaluate"
+    SAVE = "save"
+
+
+STEP: Final = frozenset({Moment.FORWARD, Moment.LOSS, Moment.BACKWARD, Moment.UPDATE})
+ALWAYS: Final = frozenset(Moment)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the ledger: `num_bytes` in all, held by `owner`, alive `during` these moments."""
+
+    owner: str
+    tensor: str
+    num_bytes: int
+    during: frozenset[Moment] = STEP
+    place: str = "device"
+
+    def __post_init__(self) -> None:
+        assert self.owner in OWNERS, self.owner
+        assert self.place in ("device", "host"), self.place
+        assert self.num_bytes >= 0, (self.tensor, self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes by owner. `device_peak_bytes` is the highest total; `holders` says who held it at that moment; `peaks` is
+    the most each owner ever held; `host_bytes` the most the host held; `moment` where the device peak stands."""
+
+    device_peak_bytes: int
+    holders: Mapping[str, int]
+    peaks: Mapping[str, int]
+    host_bytes: int = 0
+    host_holders: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    moment: str = ""
+    entries: tuple[Entry, ...] = ()
+
+    @classmethod
+    def from_entries(cls, entries: Iterable[Entry], *, moments: Iterable[Moment] = STEP) -> Ledger:
+        """Fold entries into a ledger over `moments`; the peak is the moment with the largest device total."""
+        kept = tuple(entries)
+        device = {m: _by_owner(kept, m, "device") for m in sorted(moments)}
+        host = {m: _by_owner(kept, m, "host") for m in device}
+        top = max(device, key=lambda m: sum(device[m].values()))
+        host_top = max(host, key=lambda m: sum(host[m].values()))
+        peaks = {owner: max(held.get(owner, 0) for held in device.values()) for owner in OWNERS}
+        return cls(
+            device_peak_bytes=sum(device[top].values()),
+            holders=device[top],
+            peaks={owner: size for owner, size in peaks.items() if size or owner in PEAKS},
+            host_bytes=sum(host[host_top].values()),
+            host_holders=host[host_top],
+            moment=str(top),
+            entries=kept,
+        )
+
+    def __sub__(self, other: Ledger) -> LedgerDiff:
+        owners = {*self.peaks, *other.peaks}
+        return LedgerDiff(
+            device_peak_bytes=self.device_peak_bytes - other.device_peak_bytes,
+            peaks={owner: self.peaks.get(owner, 0) - other.peaks.get(owner, 0) for owner in sorted(owners)},
+            host_bytes=self.host_bytes - other.host_bytes,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with stable keys."""
+        plain = asdict(self)
+        plain["entries"] = [{**asdict(e), "during": sorted(e.during)} for e in self.entries]
+        return plain
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Ledger:
+        entries = tuple(
+            Entry(**{**e, "during": frozenset(Moment(m) for m in e["during"])}) for e in data.get("entries", ())
+        )
+        return cls(**{**data, "entries": entries})
+
+
+@dataclass(frozen=True)
+class LedgerDiff:
+    """One ledger minus another, owner by owner (signed bytes)."""
+
+    device_peak_bytes: int
+    peaks: Mapping[str, int]
+    host_bytes: int
+
+
+def _by_owner(entries: tuple[Entry, ...], moment: Moment, place: str) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for entry in entries:
+        if entry.place == place and moment in entry.during and entry.num_bytes:
+            held[entry.owner] = held.get(entry.owner, 0) + entry.num_bytes
+    return held

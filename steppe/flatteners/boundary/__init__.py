@@ -1,0 +1,1 @@
+"""SCO; import its files by name (`budget` and `schedule` are free of torch)."""

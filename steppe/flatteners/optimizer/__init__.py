@@ -1,0 +1,1 @@
+"""OffloadStreamAdamW; import its files by name (`budget` and `schedule` are free of torch)."""

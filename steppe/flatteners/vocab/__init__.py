@@ -1,0 +1,1 @@
+"""Ring-DTP; import its files by name (`budget` and `schedule` are free of torch)."""

@@ -1,0 +1,1 @@
+"""Bridges to libraries that people already run."""

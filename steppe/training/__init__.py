@@ -1,0 +1,1 @@
+"""`steppe train`: configuration, model, data, loop and checkpoints of a real run."""
