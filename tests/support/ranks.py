@@ -65,7 +65,7 @@ class _Crew:
             ready = wait(open_pipes, timeout=max(0.0, limit))
             if not ready:
                 missing = sorted(set(range(world_size)) - results.keys() - failures.keys())
-                failures.update({rank: "did not finish in time" for rank in missing})
+                failures.update(dict.fromkeys(missing, "did not finish in time"))
             for pipe in ready:
                 rank = pipes[pipe]
                 try:
