@@ -1,0 +1,161 @@
+"""The command line. The only place that reads the environment; commands load what they need when they run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from steppe import __version__
+from steppe.core.errors import SteppeError
+
+_EPILOG = "A first run: `steppe train run.toml --ranks 2`; what a run.toml holds stands in docs/training.md."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; refusals print one line and exit with 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except SteppeError as refusal:
+        print(f"steppe {args.command}: {refusal}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"steppe {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="steppe", description=__doc__ and _ABOUT, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"steppe {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_plan, _add_explain, _add_calibrate, _add_train, _add_profile, _add_verify, _add_compare):
+        add(commands)
+    return parser
+
+
+_ABOUT = (
+    "Flat memory for long-context MoE training: predict the four peaks of a run, switch on the schedules that pay, "
+    "train, and check that nothing but memory changed."
+)
+_Commands = argparse._SubParsersAction
+
+
+def _command(commands: _Commands, name: str, about: str, detail: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}. {detail}")
+    return parser
+
+
+def _add_plan(commands: _Commands) -> None:
+    from steppe.planner import command
+
+    parser = _command(
+        commands, "plan", "say before launch which peak stops a run, at which context, and what to switch on",
+        "Needs no GPU, no torch and about a second.",
+    )  # fmt: skip
+    command.add_plan_arguments(parser)
+    parser.set_defaults(run=command.plan)
+
+
+def _add_explain(commands: _Commands) -> None:
+    from steppe.planner import command
+
+    parser = _command(
+        commands, "explain", "say which tensor a failed allocation was, and what removes it",
+        "Give the size, or the whole error message on standard input.",
+    )  # fmt: skip
+    command.add_explain_arguments(parser)
+    parser.set_defaults(run=command.explain)
+
+
+def _add_calibrate(commands: _Commands) -> None:
+    parser = _command(
+        commands, "calibrate", "measure this machine's links, memory, AdamW and GEMM rates",
+        "Takes less than a minute; the planner reads the file it writes.",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="the TOML file to write (%(default)s)")
+
+    def run(args: argparse.Namespace) -> int:
+        from steppe.runtime import machine
+
+        return machine.calibrate_command(args.out)
+
+    parser.set_defaults(run=run)
+
+
+def _add_train(commands: _Commands) -> None:
+    parser = _command(
+        commands, "train", "train a Hugging Face MoE model as a run.toml describes",
+        "Under torchrun it is one rank; by itself it starts the ranks. A killed run resumes where it was.",
+    )  # fmt: skip
+    _add_run_arguments(parser)
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write Hugging Face safetensors there at the end")
+
+    def run(args: argparse.Namespace) -> int:
+        from steppe.training import launch
+
+        return launch.train(args.config, args.ranks, export=args.export, environment=os.environ)
+
+    parser.set_defaults(run=run)
+
+
+def _add_profile(commands: _Commands) -> None:
+    parser = _command(
+        commands, "profile", "measure who holds the memory of a training step, peak by peak",
+        "Runs three steps of the run and reports the steady one; says which peak to flatten first.",
+    )  # fmt: skip
+    _add_run_arguments(parser)
+    _add_report_arguments(parser)
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the step's memory as a stacked timeline (PNG)"
+    )
+    parser.set_defaults(run=lambda args: _verify_module().profile_command(args))
+
+
+def _add_verify(commands: _Commands) -> None:
+    parser = _command(
+        commands, "verify", "run plain and flattened side by side from one seed and print the certificate",
+        "Losses, gradients and peaks of both, and each one's distance from float64 where the model has one.",
+    )  # fmt: skip
+    _add_run_arguments(parser)
+    _add_report_arguments(parser)
+    parser.add_argument("--steps", type=int, default=3, help="steps to compare (%(default)s)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both memory timelines (PNG)")
+    parser.set_defaults(run=lambda args: _verify_module().verify_command(args))
+
+
+def _add_compare(commands: _Commands) -> None:
+    parser = _command(
+        commands, "compare", "alternate one flattener on and off in one run and print the time ratio",
+        "The ratio on / off of interleaved steps with its spread: does it pay here?",
+    )  # fmt: skip
+    _add_run_arguments(parser)
+    _add_report_arguments(parser)
+    parser.add_argument("--toggle", required=True, metavar="NAME", help="dispatch, vocab, boundary or optimizer")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of steps (%(default)s)")
+    parser.set_defaults(run=lambda args: _verify_module().compare_command(args))
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="run.toml", help="the run: model, data, training, flatteners")
+    parser.add_argument("--ranks", type=int, help="start this many ranks here (default: launch.ranks of the run.toml)")
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _verify_module():  # type: ignore[no-untyped-def]
+    from steppe import verify
+
+    return verify
+
+
+if __name__ == "__main__":
+    sys.exit(main())
