@@ -23,12 +23,16 @@ class Moment(enum.StrEnum):
     FORWARD = "forward"  # inside the last block's forward, all boundaries alive
     LOSS = "loss"  # inside the vocabulary projection and cross-entropy
     BACKWARD = "backward"  # inside the last block's recompute and backward, all boundaries alive
+    ATTENTION = "attention"  # inside the last block's attention backward: the experts' buffers are gone
+    BACKWARD_END = "backward_end"  # inside the first block's backward: every gradient held, one boundary left
     UPDATE = "update"  # inside the optimizer's step
     EVALUATE = "evaluate"
     SAVE = "save"
 
 
-STEP: Final = frozenset({Moment.FORWARD, Moment.LOSS, Moment.BACKWARD, Moment.UPDATE})
+STEP: Final = frozenset(
+    {Moment.FORWARD, Moment.LOSS, Moment.BACKWARD, Moment.ATTENTION, Moment.BACKWARD_END, Moment.UPDATE}
+)
 ALWAYS: Final = frozenset(Moment)
 
 

@@ -42,6 +42,9 @@ class ModelShape:
     has_expert_bias: bool = False
     has_attention_sinks: bool = False  # no fused backward in eager stacks: scores are materialised
     has_qk_norm: bool = False
+    qk_norm_over_heads: bool = False  # one norm over all heads together (OLMoE) instead of one head's width
+    has_router_loss: bool = False  # the auxiliary loss is on: plain transformers builds its one-hot
+    extra_parameters: int = 0  # dense parameters that the config doesn't describe (a vision tower, adapters)
 
     @property
     def num_moe_layers(self) -> int:
@@ -68,6 +71,7 @@ class MeshShape:
     tensor: int = 1  # TP and PP only describe other stacks' runs; steppe itself leaves them at 1
     pipeline: int = 1
     ranks_per_node: int = 8
+    zero: int = 3  # 3 as FSDP2; 2 keeps whole weights on every rank, 1 whole gradients too, 0 shards nothing
 
     def __post_init__(self) -> None:
         for name, size in (("D", self.sequence), ("E_p", self.expert), ("P", self.vocab)):
