@@ -18,6 +18,7 @@ import torch
 
 from steppe.core.errors import HostMemoryError, SteppeError
 from steppe.core.units import format_bytes
+from steppe.runtime.storages import declare_host
 
 _POISON = 0xFF  # every float type reads 0xFF.. as NaN
 
@@ -150,7 +151,7 @@ class Arena:
             storage = pinned_bytes(num_bytes, self.name) if self.pin else torch.empty(num_bytes, dtype=torch.uint8)
             touch(storage)
         self.reserved_bytes += num_bytes
-        return Block(self, storage)
+        return Block(self, declare_host(storage, self.name))
 
 
 def touch(storage: torch.Tensor) -> None:
