@@ -8,6 +8,7 @@ On an accelerator it is the caching allocator's own peak.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +38,8 @@ def allocator_peak(
     """Run `fn` and give its peak by the allocator's events.
 
     On the CPU bytes are counted from zero at the call plus those of `alive`: tensors that exist already and whose end,
-    should `fn` end them, must count. Tensors of before that are not named there never count.
+    should `fn` end them, must count. Tensors of before that are not named there never count, nor do the blocks of host
+    arenas (runtime/arena.py), which only on this device come from the same allocator.
     """
     device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
@@ -47,7 +49,8 @@ def allocator_peak(
     base_bytes = sum(span.num_bytes for span in deaths.spans)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded, deaths:
         result = fn()
-    spans = _spans(_allocations(recorded.profiler.kineto_results.experimental_event_tree()), deaths.by_address)
+    events = _allocations(recorded.profiler.kineto_results.experimental_event_tree())
+    spans = _spans(events, deaths.by_address, deaths.host)
     deaths.close()
     return AllocatorPeak(result, _sweep([*deaths.spans, *spans]), base_bytes)
 
@@ -64,6 +67,7 @@ class _Deaths(Watch):
     def __init__(self) -> None:
         super().__init__("cpu")
         self.by_address: dict[int, list[int]] = defaultdict(list)
+        self.host: dict[int, list[int]] = defaultdict(list)  # when memory at an address was said to be the host's
         self._expected: dict[int, Held] = {}
         self._ended: dict[int, int] = {}
 
@@ -76,6 +80,9 @@ class _Deaths(Watch):
     def spans(self) -> list[_Span]:
         """The life of the tensors that were there before."""
         return [_Span(held.num_bytes, 0, self._ended.get(key)) for key, held in self._expected.items()]
+
+    def declared(self, storage: torch.UntypedStorage) -> None:
+        self.host[storage.data_ptr()].append(time.time_ns())
 
     def born(self, held: Held, found: bool) -> None:
         storage = held()
@@ -103,8 +110,13 @@ def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
-def _spans(events: Iterable[tuple[int, int, int]], deaths: dict[int, list[int]]) -> list[_Span]:
-    """Each allocation's life; where no free was reported it ends by `deaths` or by the address's next use."""
+def _spans(
+    events: Iterable[tuple[int, int, int]], deaths: dict[int, list[int]], host: dict[int, list[int]]
+) -> list[_Span]:
+    """Each allocation's life; where no free was reported it ends by `deaths` or by the address's next use.
+
+    What was declared the host's during its life is left out.
+    """
     by_address: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for time_ns, address, num_bytes in events:
         by_address[address].append((time_ns, num_bytes))
@@ -114,7 +126,9 @@ def _spans(events: Iterable[tuple[int, int, int]], deaths: dict[int, list[int]])
         for place, (start_ns, num_bytes) in enumerate(changes):
             if num_bytes > 0:
                 following = changes[place + 1] if place + 1 < len(changes) else None
-                spans.append(_Span(num_bytes, start_ns, _end_ns(start_ns, following, deaths.get(address, []))))
+                end_ns = _end_ns(start_ns, following, deaths.get(address, []))
+                if not any(start_ns <= at and (end_ns is None or at < end_ns) for at in host.get(address, [])):
+                    spans.append(_Span(num_bytes, start_ns, end_ns))
     return spans
 
 

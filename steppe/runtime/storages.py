@@ -28,6 +28,8 @@ def declare_host(tensor: torch.Tensor, name: str) -> torch.Tensor:
     storage = tensor.untyped_storage()
     key = storage._cdata
     _host[key] = weakref.ref(storage, lambda _, key=key: _host.pop(key, None)), name
+    for watch in _watches:
+        watch.declared(storage)
     return tensor
 
 
@@ -78,6 +80,12 @@ class Watch(TorchDispatchMode):
 
     def died(self, held: Held, time_ns: int) -> None:
         """A storage is gone."""
+
+    def declared(self, storage: torch.UntypedStorage) -> None:
+        """A storage is the host's from now on."""
+        held = self._held.get(storage._cdata)
+        if held is not None and held.place != "host":
+            held.place = "host"
 
     def __enter__(self) -> Self:
         if not _watches:

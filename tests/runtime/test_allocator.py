@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steppe.runtime.allocator import _Span, _spans, _sweep, allocator_peak
+from steppe.runtime.arena import Arena
 from tests.support.peaks import assert_peak, measured_peak
 
 FLOATS = 1 << 18
@@ -67,6 +68,18 @@ def test_the_end_of_what_was_alive_before_counts_where_it_is_named():
     assert (named.base_bytes, named.peak_bytes) == (NUM_BYTES, NUM_BYTES)
 
 
+def test_blocks_of_a_host_arena_are_not_the_devices():
+    def step():
+        arena = Arena("boundaries", pin=False)
+        block = arena.lend(8 * NUM_BYTES, "boundary")
+        kept = torch.empty(FLOATS)
+        block.give_back()
+        arena.close()
+        return kept.numel()
+
+    assert_peak(measured_peak(step), NUM_BYTES, 0, "nothing else is allocated")
+
+
 def test_an_exception_passes_through():
     def fails():
         raise RuntimeError("in fn")
@@ -78,7 +91,7 @@ def test_an_exception_passes_through():
 
 def test_an_unreported_free_ends_at_the_heard_death_or_at_the_next_use_of_the_address():
     events = [(10, 1, 100), (20, 1, -100), (30, 1, 100), (50, 1, 100), (60, 2, 7)]
-    spans = _spans(events, {1: [19, 35]})
+    spans = _spans(events, {1: [19, 35]}, {})
     assert sorted(spans) == [_Span(7, 60, None), _Span(100, 10, 20), _Span(100, 30, 35), _Span(100, 50, None)]
 
 
