@@ -1,0 +1,240 @@
+"""What is Hugging Face's own about a Hugging Face MoE: where its blocks, head and loss are, and how to make one.
+
+The loss contract is transformers' own: `model.loss_function(hidden_or_logits, labels, vocab_size, ...)` on the
+instance, with `lm_head.forward` the identity, so that projection and loss are one region that a flattener can replace.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from steppe.core.errors import ConfigError
+from steppe.runtime import scopes
+
+IGNORED = -100
+_MASKS_FORGET_DOCUMENTS = ("gpt_oss",)  # their forward doesn't hand position ids to the mask functions
+
+
+def load_config(path: str, shape: Mapping[str, Any]) -> Any:
+    """A transformers configuration from a config.json, a directory with one, or `shape` alone.
+
+    Raises: ConfigError for a file that can't be read, an unknown model_type or field values that don't fit.
+    """
+    from transformers import AutoConfig
+
+    fields = {**(_read(Path(path)) if path else {}), **shape}
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise ConfigError(
+            "model", got="no model_type", allowed="a transformers config.json, or model.shape with a model_type",
+            remedy='set model.config to a config.json, or model.shape = { model_type = "qwen3_moe", ... }',
+        )  # fmt: skip
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as failure:
+        raise ConfigError(
+            "model configuration", got=f"{model_type}: {failure}", allowed="what transformers accepts",
+            remedy="check model.config and model.shape",
+        ) from failure  # fmt: skip
+
+
+def build(config: Any, *, dtype: torch.dtype, seed: int, attention: str = "auto", experts: str = "grouped_mm") -> Any:
+    """The causal language model with random weights that are a function of the seed alone.
+
+    Raises: ConfigError where transformers doesn't know the model or the implementation asked for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    chosen = None if attention == "auto" else attention
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=chosen, experts_implementation=experts
+            )
+    except (ValueError, ImportError, KeyError) as failure:
+        raise _cannot_build(config, failure) from failure
+
+
+def load(directory: str, config: Any, *, dtype: torch.dtype, attention: str, experts: str) -> Any:
+    """The model with the weights of a directory of safetensors. Raises: ConfigError."""
+    from transformers import AutoModelForCausalLM
+
+    chosen = None if attention == "auto" else attention
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, config=copy.deepcopy(config), dtype=dtype, attn_implementation=chosen,
+            experts_implementation=experts, output_loading_info=True, local_files_only=True,
+        )  # fmt: skip
+    except (ValueError, ImportError, KeyError, OSError, RuntimeError) as failure:
+        raise _cannot_build(config, failure) from failure
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            "model.weights", got=f"{directory} without {len(missing)} of the model's tensors ({missing[0]}, ...)",
+            allowed="all of them", remedy="check that model.weights and model.config belong together",
+        )  # fmt: skip
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder blocks in order. Raises: ConfigError for a model without `model.layers`."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            "model", got=type(model).__name__, allowed="a transformers causal language model with model.layers",
+            remedy="use one of the decoder-only families",
+        )  # fmt: skip
+    return list(layers)
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Torch's own non-reentrant checkpoint around every block: the plain program's boundaries."""
+    plain = functools.partial(checkpoint, use_reentrant=False, context_fn=_recompute_labels)
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=plain)
+
+
+class PlainLoss:
+    """The plain program's projection and cross-entropy: one region, owned by the `vocab` peak.
+
+    Peak: 3 x N x V float32 (logits, log-probabilities, their gradient), 2 bytes an element more in bfloat16.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._run = scopes.region("vocab", token_losses)
+        self.keep_token_losses = False
+        self.token_losses: torch.Tensor | None = None
+        model.lm_head.forward = _identity
+        model.loss_function = self
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *,
+        num_items_in_batch: int | None = None, shift_labels: torch.Tensor | None = None, **_: object,
+    ) -> torch.Tensor:  # fmt: skip
+        """`logits` are the hidden states [B,S,H], since the head's forward is the identity."""
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        head = self._model.lm_head
+        losses = self._run(logits, head.weight, head.bias, shift_labels)
+        self.token_losses = losses.detach() if self.keep_token_losses else None
+        divisor = num_items_in_batch if num_items_in_batch is not None else (shift_labels != IGNORED).sum()
+        return losses.sum() / divisor
+
+    def detach(self) -> None:
+        """Give the model its own head and loss back."""
+        del self._model.lm_head.forward
+        del self._model._loss_function
+
+
+def token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Plain cross-entropy of every token [N] in float32; 0 where the label is ignored."""
+    logits = nn.functional.linear(hidden, weight, bias).flatten(0, -2)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORED, reduction="none")
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """One micro-batch's loss: `total` is to be sent backward, the rest is detached, for the report."""
+
+    total: torch.Tensor
+    cross_entropy: torch.Tensor
+    auxiliary: torch.Tensor  # the router's, unweighted; 0 where the model has none or it is switched off
+
+
+def loss_of(
+    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, *,
+    num_valid: int, share: float,
+) -> MicroLoss:  # fmt: skip
+    """This micro-batch's part of the global loss; `labels` are already shifted.
+
+    The cross-entropy is summed over the valid tokens and divided by the global number of them; the auxiliary loss
+    enters with this micro-batch's `share` of all tokens, so that summed gradients are those of the global mean.
+    """
+    with _bound(model, num_valid, share) as cross_entropy:
+        masks = _document_masks(model, input_ids, position_ids)
+        out = model(
+            input_ids=input_ids, attention_mask=masks, position_ids=position_ids, labels=labels, use_cache=False
+        )
+    auxiliary = getattr(out, "aux_loss", None)
+    none = out.loss.new_zeros(())
+    return MicroLoss(out.loss, cross_entropy[0], none if auxiliary is None else auxiliary.detach())
+
+
+@contextmanager
+def _bound(model: Any, num_valid: int, share: float) -> Iterator[list[torch.Tensor]]:
+    """The instance's loss with divisor and shifted labels bound, the auxiliary coefficient scaled; yields its values."""
+    inner, coefficient = model.loss_function, getattr(model, "router_aux_loss_coef", None)
+    values: list[torch.Tensor] = []
+
+    def bound(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: object) -> torch.Tensor:
+        loss = inner(logits, labels, vocab_size, num_items_in_batch=num_valid, shift_labels=labels)
+        values.append(loss.detach().clone())  # transformers adds the auxiliary loss in place
+        return loss
+
+    model.loss_function = bound
+    if coefficient is not None:
+        model.router_aux_loss_coef = coefficient * share
+    try:
+        yield values
+    finally:
+        model.loss_function = inner
+        if coefficient is not None:
+            model.router_aux_loss_coef = coefficient
+
+
+def _document_masks(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any] | None:
+    """Masks that keep packed documents apart, for the families whose own forward would not; None for the others."""
+    config = model.config
+    if config.model_type not in _MASKS_FORGET_DOCUMENTS or bool((position_ids[:, 1:] > position_ids[:, :-1]).all()):
+        return None
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    shape = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
+    make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    given = {"config": config, "inputs_embeds": shape, "attention_mask": None, "cache": None}
+    return {kind: fn(**given, position_ids=position_ids) for kind, fn in make.items()}
+
+
+def _recompute_labels() -> tuple[Any, Any]:
+    """The checkpoint's two contexts: nothing in the forward, a label-free recompute wherever it starts."""
+    return nullcontext(), scopes.fresh()
+
+
+def _identity(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        raise ConfigError(
+            "model.config", got=f"{file} ({failure})", allowed="a readable config.json of a transformers model",
+            remedy="give the path of the file or of the directory that holds it",
+        ) from failure  # fmt: skip
+    if not isinstance(fields, dict):
+        raise ConfigError("model.config", got=type(fields).__name__, allowed="a JSON object", remedy="check the file")
+    return fields
+
+
+def _cannot_build(config: Any, failure: Exception) -> ConfigError:
+    return ConfigError(
+        f"model {config.model_type}", got=f"{failure}", allowed="a causal language model of transformers",
+        remedy="check model.config, model.shape, model.weights, model.attention and model.experts",
+    )  # fmt: skip

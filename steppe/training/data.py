@@ -1,0 +1,141 @@
+"""Rows of tokens, documents packed into them, and the batches of a step: a pure function of (seed, step, rank).
+
+Note [Packing]
+`cut` lays all documents end to end and cuts the stream every S tokens: rows are full, a document may go on in another
+row, where its positions start at 0 again. `whole` never splits a document: a row holds as many whole documents as fit
+into N = batch * S tokens, so rows have different lengths. In both, position ids restart with each document, attention
+stays inside it and its last token has no label. `stream` cuts as `cut` does and takes a row for one text: attention
+crosses the documents' ends, and no mask of S x S elements is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steppe.core.errors import DataError, WorkingSetError
+from steppe.training.config import RunConfig
+from steppe.training.schedule import positions, row_at
+from steppe.training.tokens import TokenStore
+
+IGNORED = -100  # the label of a token that has nothing to predict
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank, all [rows, length] int64; `labels` are already shifted."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    @property
+    def num_valid(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.input_ids.to(device), self.position_ids.to(device), self.labels.to(device))
+
+
+def check_working_set(batches: Sequence[Batch], allowed_tokens: int, step: int) -> None:
+    """Raises: WorkingSetError if a micro-batch has more than the declared N tokens."""
+    for batch in batches:
+        if batch.num_tokens > allowed_tokens:
+            raise WorkingSetError(
+                f"micro-batch of step {step}", got=f"{batch.num_tokens} tokens",
+                allowed=f"N = {allowed_tokens}, declared at launch",
+                remedy="cut the documents (data.packing = \"cut\"), or start again with a larger data.seq_len",
+            )  # fmt: skip
+
+
+class RowSource:
+    """The rows of a run and their order."""
+
+    def __init__(self, config: RunConfig, store: TokenStore, *, rank: int, world: int) -> None:
+        self._config, self._store, self._rank, self._world = config, store, rank, world
+        self._start = 0
+        if config.data.packing == "whole":
+            self._bounds = _whole_rows(store.ends, config.tokens_per_rank)
+        else:
+            self._bounds = _cut_rows(store.num_tokens, config.data.seq_len)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._bounds)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that all ranks together read in a step."""
+        return self._rows_a_batch * self._config.train.micro_batches * self._world
+
+    @property
+    def _rows_a_batch(self) -> int:
+        return 1 if self._config.data.packing == "whole" else self._config.train.batch
+
+    def rows_read(self, step: int) -> int:
+        """Rows read before `step`, by all ranks."""
+        return self._start + step * self.rows_per_step
+
+    def resume(self, step: int, rows_read: int) -> None:
+        """Go on where another number of ranks stopped; with the same number this changes nothing."""
+        self._start = rows_read - step * self.rows_per_step
+
+    def batches(self, step: int) -> tuple[Batch, ...]:
+        """The micro-batches of this rank in `step`."""
+        return tuple(self._batch(step, micro) for micro in range(self._config.train.micro_batches))
+
+    def _batch(self, step: int, micro: int) -> Batch:
+        places = positions(
+            step, micro, self._rank, batch=self._rows_a_batch, micro_batches=self._config.train.micro_batches,
+            world=self._world, start=self._start,
+        )  # fmt: skip
+        rows = [self._row(row_at(place, self.num_rows, self._config.train.seed)) for place in places]
+        ids, where, labels = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows))
+        return Batch(ids, where, labels)
+
+    def _row(self, index: int) -> tuple[npt.NDArray[np.int64], ...]:
+        start, stop = self._bounds[index]
+        return row_of(self._store, int(start), int(stop), one_text=self._config.data.packing == "stream")
+
+
+def row_of(store: TokenStore, start: int, stop: int, *, one_text: bool = False) -> tuple[npt.NDArray[np.int64], ...]:
+    """Ids, positions and labels of the stream's tokens `start` .. `stop`; `one_text` ignores where documents end."""
+    ends = store.ends[-1:] if one_text else store.ends
+    ids = store.ids[start:stop].astype(np.int64)
+    where = np.arange(start, stop)
+    document = np.searchsorted(ends, where, side="right")
+    begins = np.concatenate(([0], ends))[document]
+    labels = np.full(stop - start, IGNORED, dtype=np.int64)
+    inside = where + 1 < ends[document]
+    labels[inside] = store.ids[where[inside] + 1]
+    return ids, where - np.maximum(begins, start), labels
+
+
+def _cut_rows(num_tokens: int, length: int) -> npt.NDArray[np.int64]:
+    if num_tokens < length:
+        raise DataError(
+            "text", got=f"{num_tokens} tokens", allowed=f"at least one row of {length}",
+            remedy=f"set data.seq_len = {num_tokens} or less, or give more text",
+        )  # fmt: skip
+    starts = np.arange(num_tokens // length, dtype=np.int64) * length
+    return np.stack([starts, starts + length], axis=1)
+
+
+def _whole_rows(ends: npt.NDArray[np.int64], allowed_tokens: int) -> npt.NDArray[np.int64]:
+    """Consecutive documents, as many whole ones a row as fit. A longer one is met when its step comes."""
+    rows, start, end = [], 0, 0
+    for stop in ends.tolist():
+        if stop - start > allowed_tokens and end > start:
+            rows.append((start, end))
+            start = end
+        end = stop
+    rows.append((start, end))
+    return np.asarray(rows, dtype=np.int64)

@@ -1,0 +1,154 @@
+"""The training loop: one Trainer is one model, its data and its optimizer; `step()` is its three phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steppe.compose import attach_all
+from steppe.core.errors import SteppeError
+from steppe.core.policy import OFF
+from steppe.integrations import transformers as hf
+from steppe.runtime import collectives, scopes
+from steppe.training import tokens
+from steppe.training.config import RunConfig
+from steppe.training.data import Batch, RowSource, check_working_set
+from steppe.training.model import build_model, device_mesh, load_model_config, shard
+from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
+from steppe.training.schedule import dropout_seed, learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports; the same on all ranks, save `ms`."""
+
+    step: int  # 0 is the first
+    loss: float  # cross-entropy a valid token, over all ranks and micro-batches
+    aux_loss: float  # the router's, unweighted; 0 where the model has none
+    grad_norm: float  # before clipping
+    lr: float
+    num_tokens: int
+    num_valid: int
+    ms: float
+    token_losses: tuple[torch.Tensor, ...] = ()  # of this rank, one a micro-batch, when asked for
+
+
+class Trainer:
+    """A run's live objects, made deterministically from its config; several may alternate in one process group.
+
+    Peak: that of the plain program, or of what the config's flatteners leave of it.
+    Exactness: two Trainers of one config are bitwise equal, step for step.
+    Raises: ConfigError, DataError before anything is built; ConflictError from the flatteners.
+    """
+
+    def __init__(
+        self, config: RunConfig, group: collectives.Group = None, *, device: torch.device | None = None,
+        cache: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.group = config, group if group is not None else collectives.world()
+        self.rank, self.world = collectives.rank(self.group), collectives.size(self.group)
+        self.device = device or torch.device("cpu")
+        config.launch.mesh(self.world)
+        self.model_config = load_model_config(config)
+        self.store = tokens.prepare(
+            config.data, cache or Path(config.output.dir) / "data", self.model_config.vocab_size, self.group
+        )
+        self.data = RowSource(config, self.store, rank=self.rank, world=self.world)
+        self.next_step = 0
+        self._make()
+
+    def _make(self) -> None:
+        """Model, flatteners, shards, optimizer: in this order, since a flattener may place parameters itself."""
+        config = self.config
+        self.mesh = device_mesh(self.world, self.device)
+        self.model = build_model(config, self.model_config)
+        self.flattened = attach_all(self.model, config.flatten, self.mesh)
+        if config.flatten["boundary"] == OFF and config.train.checkpointing:
+            hf.checkpoint_blocks(self.model)
+        self.plain_loss = hf.PlainLoss(self.model) if config.flatten["vocab"] == OFF else None
+        shard(self.model, self.mesh, config, self.device)
+        with scopes.label("optimizer"):
+            self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> Any:
+        train, offered = self.config.train, self.flattened.offers("optimizer")
+        if offered is None:
+            return plain_adamw(self.model, train)
+        groups = parameter_groups(self.model, train.weight_decay)
+        return offered(groups, lr=train.lr, betas=train.betas, eps=train.eps)
+
+    def step(self, batches: Sequence[Batch] | None = None, *, keep_token_losses: bool = False) -> StepResult:
+        """One optimizer step over this rank's micro-batches: its own next ones, or those given.
+
+        Raises: WorkingSetError on all ranks, with nothing changed, where any rank's micro-batch is longer than N.
+        """
+        started = time.perf_counter()
+        batches, num_tokens, num_valid = self._fetch(batches)
+        losses, kept = self._accumulate(batches, num_tokens, num_valid, keep_token_losses)
+        norm, rate = self._update()
+        self.next_step += 1
+        ms = (time.perf_counter() - started) * 1e3
+        return StepResult(self.next_step - 1, *losses, norm, rate, num_tokens, num_valid, ms, kept)
+
+    def _fetch(self, given: Sequence[Batch] | None) -> tuple[Sequence[Batch], int, int]:
+        """This step's micro-batches and the global counts of tokens and labels, agreed on by all ranks."""
+        batches, refusal = given if given is not None else self.data.batches(self.next_step), None
+        try:
+            check_working_set(batches, self.config.tokens_per_rank, self.next_step)
+        except SteppeError as failure:
+            refusal = failure
+        own = [sum(b.num_tokens for b in batches), sum(b.num_valid for b in batches), int(refusal is not None)]
+        total, valid, refused = collectives.all_reduce(torch.tensor(own, device=self.device), self.group).tolist()
+        if refused:
+            raise next(r for r in collectives.all_gather_object(refusal, self.group) if r is not None)
+        return [b.to(self.device) for b in batches], total, valid
+
+    def _accumulate(
+        self, batches: Sequence[Batch], num_tokens: int, num_valid: int, keep: bool
+    ) -> tuple[list[float], tuple[torch.Tensor, ...]]:
+        """Forward and backward of every micro-batch; gradients add up in the shards."""
+        sums, kept = torch.zeros(2, dtype=torch.float64, device=self.device), []
+        for micro, batch in enumerate(batches):
+            share = batch.num_tokens / num_tokens
+            torch.manual_seed(dropout_seed(self.config.train.seed, self.next_step, micro, self.rank))
+            with self._keeping(keep, kept):
+                loss = hf.loss_of(
+                    self.model, batch.input_ids, batch.position_ids, batch.labels,
+                    num_valid=max(1, num_valid), share=share,
+                )  # fmt: skip
+            loss.total.backward()
+            sums += torch.stack([loss.cross_entropy.double(), share * loss.auxiliary.double()])
+        return collectives.all_reduce(sums, self.group).tolist(), tuple(kept)
+
+    @contextmanager
+    def _keeping(self, keep: bool, kept: list[torch.Tensor]) -> Iterator[None]:
+        """Collect the micro-batch's per-token losses [N] when asked for."""
+        if not keep or self.plain_loss is None:
+            yield
+            return
+        self.plain_loss.keep_token_losses = True
+        try:
+            yield
+            kept.append(self.plain_loss.token_losses)
+        finally:
+            self.plain_loss.keep_token_losses, self.plain_loss.token_losses = False, None
+
+    def _update(self) -> tuple[float, float]:
+        """Clip, update, and take the gradients off."""
+        rate = learning_rate(self.next_step, self.config.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        norm = gradient_norm(parameters, self.group)
+        if self.config.train.clip:
+            clip_gradients(parameters, norm, self.config.train.clip)
+        with scopes.label("optimizer"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm), rate

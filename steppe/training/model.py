@@ -1,0 +1,76 @@
+"""The model of a run, sharded over the ranks: FSDP2 block by block, gradients summed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from steppe.core.errors import ConfigError
+from steppe.integrations import transformers as hf
+from steppe.runtime import scopes
+from steppe.training.config import RunConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device_mesh(ranks: int, device: torch.device) -> DeviceMesh:
+    """All ranks on one axis, over which parameters are sharded."""
+    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
+
+
+def load_model_config(config: RunConfig) -> Any:
+    """The transformers configuration of a run, checked against it. Raises: ConfigError."""
+    loaded = hf.load_config(config.model.config, config.model.shape)
+    longest = getattr(loaded, "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        raise ConfigError(
+            "data.seq_len", got=config.data.seq_len, allowed=f"at most the model's max_position_embeddings, {longest}",
+            remedy=f"set model.shape.max_position_embeddings = {config.data.seq_len}, or a smaller data.seq_len",
+        )  # fmt: skip
+    return loaded
+
+
+def build_model(config: RunConfig, model_config: Any) -> Any:
+    """The whole model on the host of this rank, equal on all ranks, in training mode.
+
+    Peak: the full model in its storage type, until `shard` has cut it.
+    """
+    settings = {
+        "dtype": DTYPES[config.model.dtype], "attention": config.model.attention, "experts": config.model.experts,
+    }  # fmt: skip
+    with scopes.label("weights"):
+        if config.model.weights == "random":
+            model = hf.build(model_config, seed=config.train.seed, **settings)
+        else:
+            model = hf.load(config.model.weights, model_config, **settings)
+    return model.train()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, device: torch.device) -> None:
+    """FSDP2 on every block and on the rest; what is already a DTensor keeps its own placement.
+
+    Gradients are summed, never averaged: the loss is already divided by the global number of valid tokens.
+    """
+    compute, storage = DTYPES[config.train.dtype], DTYPES[config.model.dtype]
+    precision = MixedPrecisionPolicy()
+    if compute != storage:
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # transformers slices the hidden states before the head, whose forward is the identity here: nobody writes to them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    placed = {p for p in model.parameters() if isinstance(p, DTensor)}
+    with scopes.label("weights"):
+        for module in (*hf.blocks(model), model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=placed)
+        for owner in model.modules():
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                setattr(owner, name, buffer.to(device))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
