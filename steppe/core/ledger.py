@@ -24,15 +24,22 @@ class Moment(enum.StrEnum):
     LOSS = "loss"  # inside the vocabulary projection and cross-entropy
     BACKWARD = "backward"  # inside the last block's recompute and backward, all boundaries alive
     ATTENTION = "attention"  # inside the last block's attention backward: the experts' buffers are gone
-    BACKWARD_END = "backward_end"  # inside the first block's backward: every gradient held, one boundary left
+    BACKWARD_END = "backward_end"  # as BACKWARD in one of the first blocks: nearly all gradients, hardly a boundary
+    ATTENTION_END = "attention_end"  # as ATTENTION there
     UPDATE = "update"  # inside the optimizer's step
     EVALUATE = "evaluate"
     SAVE = "save"
 
 
 STEP: Final = frozenset(
-    {Moment.FORWARD, Moment.LOSS, Moment.BACKWARD, Moment.ATTENTION, Moment.BACKWARD_END, Moment.UPDATE}
-)
+    {
+        Moment.FORWARD, Moment.LOSS, Moment.UPDATE,
+        Moment.BACKWARD, Moment.ATTENTION, Moment.BACKWARD_END, Moment.ATTENTION_END,
+    }
+)  # fmt: skip
+MLP_BACKWARD: Final = frozenset({Moment.BACKWARD, Moment.BACKWARD_END})
+ATTENTION_BACKWARD: Final = frozenset({Moment.ATTENTION, Moment.ATTENTION_END})
+BLOCK_BACKWARD: Final = MLP_BACKWARD | ATTENTION_BACKWARD
 ALWAYS: Final = frozenset(Moment)
 
 

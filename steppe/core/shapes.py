@@ -138,8 +138,14 @@ class RunShape:
     mesh: MeshShape = field(default_factory=MeshShape)
     machine: MachineShape = field(default_factory=MachineShape)
     dtypes: Dtypes = field(default_factory=Dtypes)
+    attention: str = "auto"  # "fused", "materialised" (scores are built), or what the model's code can do
 
     def __post_init__(self) -> None:
+        if self.attention not in ("auto", "fused", "materialised"):
+            raise ConfigError(
+                "attention", got=repr(self.attention), allowed="auto, fused or materialised",
+                remedy="fused where the kernel has a backward for this model",
+            )  # fmt: skip
         if self.batch.seq_len % self.mesh.sequence:
             raise ConfigError(
                 "sequence length", got=f"S {self.batch.seq_len} over D {self.mesh.sequence} ranks",

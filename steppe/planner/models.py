@@ -56,7 +56,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("model config", got=f"{path}: {error}", allowed="a JSON object", remedy="fix it") from error
     if not isinstance(config, dict):
-        raise ConfigError("model config", got=f"{path}: {type(config).__name__}", allowed="a JSON object", remedy="fix it")
+        raise ConfigError(
+            "model config", got=f"{path}: {type(config).__name__}", allowed="a JSON object", remedy="fix it"
+        )
     return config
 
 

@@ -1,0 +1,142 @@
+"""The ledger of a run before it starts: a fold of entries that each name one tensor.
+
+A program is a mapping from flattener to policy; OFF everywhere is the plain program. The flatteners' `budget` files
+give the entries of their own peak, `sharding` and `block` those that every program has. A flattener may say which of
+the latter it makes needless (`replaces`), so nothing here knows one by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from steppe.core.ledger import BLOCK_BACKWARD, MLP_BACKWARD, PEAKS, STEP, Entry, Ledger, Moment
+from steppe.core.policy import OFF, Off
+from steppe.core.shapes import RunShape
+from steppe.flatteners import NAMES, half
+from steppe.planner.block import block_entries, router_loss_entries
+from steppe.planner.sharding import sharding_entries
+
+Policies = Mapping[str, Any]
+PLAIN: Final[Policies] = dict.fromkeys(NAMES, OFF)
+SEGMENT_BYTES: Final = 2 * 2**20  # torch's CUDA allocator asks the driver for multiples of this
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One rank's predicted memory: the steady step, its phases, the node's host memory."""
+
+    ledger: Ledger
+    phases: Mapping[str, int]  # device bytes at most: load, first step, steady step, evaluation, save
+    host_bytes_per_node: int
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        assert self.ledger.reserved_bytes is not None
+        return self.ledger.reserved_bytes
+
+
+def forecast(shape: RunShape, policies: Policies = PLAIN) -> Forecast:
+    """Predict one rank of `shape` under `policies` (a flattener that isn't named is off)."""
+    entries = tuple(program_entries(shape, policies))
+    ledger = Ledger.from_entries(entries)
+    ledger = replace(ledger, reserved_bytes=_reserved(entries, ledger.moment))
+    ranks_on_a_node = min(shape.mesh.ranks_per_node, shape.mesh.world)
+    return Forecast(ledger, _phases(entries), ledger.host_bytes * ranks_on_a_node)
+
+
+def predict(shape: RunShape, policies: Policies = PLAIN) -> Ledger:
+    """The steady step's ledger of one rank: every entry names a tensor, no constant is fitted.
+
+    Peak: over the moments of a step, the sum of the entries alive at that moment.
+    """
+    return forecast(shape, policies).ledger
+
+
+def program_entries(shape: RunShape, policies: Policies = PLAIN) -> Iterator[Entry]:
+    """Every entry of the program's ledger, those of no bytes left out."""
+    replaced = frozenset(itertools.chain.from_iterable(_replaced(name, policies) for name in NAMES))
+    common: list[Entry] = [*sharding_entries(shape), *block_entries(shape)]
+    if is_plain(policies):
+        common += router_loss_entries(shape)
+    for name in NAMES:
+        common += (through_backward(e) for e in half(name, "budget").entries(shape, policies.get(name, OFF)))
+    yield from (entry for entry in common if entry.num_bytes and entry.tensor not in replaced)
+
+
+def is_plain(policies: Policies) -> bool:
+    return all(isinstance(policy, Off) for policy in policies.values())
+
+
+def _replaced(name: str, policies: Policies) -> frozenset[str]:
+    """Tensors of the common terms that this flattener's policy makes needless."""
+    policy = policies.get(name, OFF)
+    if isinstance(policy, Off):
+        return frozenset()
+    replaces = getattr(half(name, "budget"), "replaces", None)
+    return frozenset(replaces(policy)) if replaces is not None else frozenset()
+
+
+def through_backward(entry: Entry) -> Entry:
+    """Complete an entry that only says "backward" by the other points of the backward.
+
+    What is held from the loss on but not to the update is a boundary: still whole in the last block's attention, gone
+    at the end. What isn't held at the loss belongs to the MLP at work: the first blocks have it too.
+    """
+    during = entry.during
+    if Moment.BACKWARD not in during or during & (BLOCK_BACKWARD - {Moment.BACKWARD}):
+        return entry
+    if Moment.UPDATE in during:
+        later = BLOCK_BACKWARD
+    else:
+        later = frozenset({Moment.ATTENTION}) if Moment.LOSS in during else MLP_BACKWARD
+    return replace(entry, during=during | later)
+
+
+def _phases(entries: tuple[Entry, ...]) -> dict[str, int]:
+    forward = (Moment.FORWARD, Moment.LOSS)
+    return {
+        "load": _peak(entries, (Moment.LOAD,)),
+        "first step": _peak(tuple(map(_before_first_update, entries)), STEP),
+        "steady step": _peak(entries, STEP),
+        "evaluation": _peak(tuple(e for e in entries if not _is_for_backward(e)), forward),
+        "save": _peak(entries, (Moment.SAVE,)),
+    }
+
+
+def _before_first_update(entry: Entry) -> Entry:
+    """Optimizer state is born in the first update: what fills the whole step but isn't there at load."""
+    if entry.owner in PEAKS and entry.during >= STEP and Moment.LOAD not in entry.during:
+        return replace(entry, during=frozenset({Moment.UPDATE}))
+    return entry
+
+
+def _is_for_backward(entry: Entry) -> bool:
+    return {Moment.FORWARD, Moment.LOSS, Moment.BACKWARD} <= entry.during and Moment.UPDATE not in entry.during
+
+
+def _peak(entries: tuple[Entry, ...], moments: Any) -> int:
+    return Ledger.from_entries(entries, moments=moments).device_peak_bytes
+
+
+def _reserved(entries: tuple[Entry, ...], moment: str) -> int:
+    """What the caching allocator holds for them at least: every tensor in whole segments of 2 MiB."""
+    alive = (e.num_bytes for e in entries if e.place == "device" and moment in e.during)
+    return sum(-(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES for num_bytes in alive)
+
+
+def subsets(policies: Policies) -> Iterator[Policies]:
+    """All 16 subsets of the four flatteners, each either off or under the given policy."""
+    for choice in itertools.product((False, True), repeat=len(NAMES)):
+        yield {name: policies[name] if on else OFF for name, on in zip(NAMES, choice, strict=True)}
+
+
+def top_holder(ledger: Ledger) -> str:
+    """Which of the owners held most at the peak, one of the four peaks first among equals."""
+    return max(ledger.holders, key=lambda owner: (ledger.holders[owner], owner in PEAKS), default="weights")

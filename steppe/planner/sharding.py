@@ -1,0 +1,142 @@
+"""Weights, gradients and what FSDP2 gathers: the terms that grow with parameters and belong to no flattener.
+
+Expert parallelism divides the routed experts by E_p; FSDP2 shards them over the W/E_p ranks that hold the same ones,
+and everything else over all W. So every rank keeps total/W parameters, but it gathers only its own experts of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from steppe.core import parameters
+from steppe.core.ledger import ALWAYS, ATTENTION_BACKWARD, BLOCK_BACKWARD, STEP, Entry, Moment
+from steppe.core.shapes import RunShape
+
+_ENDS = frozenset({Moment.BACKWARD_END, Moment.ATTENTION_END})
+_MODEL_RUNS = frozenset({Moment.FORWARD, Moment.LOSS}) | BLOCK_BACKWARD
+
+GRADIENTS = "gradients of the shards"
+HEAD = "head, gathered"
+HEAD_GRADIENT = "head's gradient, unsharded"
+EMBEDDING = "embedding, gathered"
+
+
+def sharding_entries(shape: RunShape) -> Iterator[Entry]:
+    """Weights, gradients and gathered layers of one rank.
+
+    Peak: weights total/W always; gradients total/W (whole copies below ZeRO-3 and ZeRO-2); the block at work whole,
+    the next block gathered early, the last one's gradients on their way into the reduce-scatter and, once the MLP's
+    backward is over, its own gradients: 3 or 4 blocks; embedding and head whole from forward to backward.
+    """
+    yield Entry("weights", "weights of the shards", held_weights(shape) * shape.dtypes.weight_bytes, ALWAYS)
+    yield from _gradients(shape)
+    yield from _gathered_blocks(shape)
+    yield from _gathered_ends(shape)
+
+
+def held_weights(shape: RunShape) -> int:
+    """Parameters whose weights one rank keeps between layers."""
+    return _sharded(shape) if shape.mesh.zero >= 3 else _replicated(shape)
+
+
+def held_gradients(shape: RunShape) -> int:
+    """Parameters whose gradients one rank keeps until the update."""
+    return _sharded(shape) if shape.mesh.zero >= 2 else _replicated(shape)
+
+
+def _sharded(shape: RunShape) -> int:
+    return parameters.parameters_per_rank(shape.model, shape.mesh.world)
+
+
+def _replicated(shape: RunShape) -> int:
+    mesh, model = shape.mesh, shape.model
+    dense = parameters.dense_parameters_total(model) // mesh.tensor
+    return -(-(dense + parameters.expert_parameters_total(model) // mesh.expert) // mesh.pipeline)
+
+
+def gathered_block(shape: RunShape) -> int:
+    """Parameters of the largest block that a rank holds beside its shards while the block is at work."""
+    if shape.mesh.zero < 3 or shape.mesh.world == 1:
+        return 0
+    experts = _local_experts(shape) if shape.mesh.expert < shape.mesh.world else 0
+    return _dense_part(shape) + experts
+
+
+def reduced_block(shape: RunShape) -> int:
+    """Parameters of the largest block whose gradients are reduced over ranks."""
+    return gathered_block(shape) if shape.mesh.zero >= 3 else (unsharded_block(shape) if shape.mesh.world > 1 else 0)
+
+
+def unsharded_block(shape: RunShape) -> int:
+    """Parameters of the largest block whose gradients exist whole on a rank while the block is at work."""
+    return _dense_part(shape) + _local_experts(shape)
+
+
+def _dense_part(shape: RunShape) -> int:
+    model = shape.model
+    count = parameters.moe_block_dense_parameters if model.num_moe_layers else parameters.dense_block_parameters
+    return count(model) // shape.mesh.tensor
+
+
+def _local_experts(shape: RunShape) -> int:
+    model = shape.model
+    if not model.num_moe_layers:
+        return 0
+    return model.num_experts // shape.mesh.expert * parameters.expert_parameters(model)
+
+
+def _gradients(shape: RunShape) -> Iterator[Entry]:
+    held = held_gradients(shape) * shape.dtypes.gradient_bytes
+    if shape.batch.micro_batches > 1:
+        yield Entry("gradients", GRADIENTS, held, STEP)
+        return
+    yield Entry("gradients", GRADIENTS, held, frozenset({Moment.UPDATE}))
+    yield Entry("gradients", f"{GRADIENTS} so far", _early_gradients(shape), _ENDS)
+
+
+def _early_gradients(shape: RunShape) -> int:
+    """Gradients of the blocks behind the second one; with two blocks, of the one behind the first."""
+    model, mesh = shape.model, shape.mesh
+    ends = parameters.embedding_parameters(model) * (1 if model.tied else 2)
+    blocks = parameters.total_parameters(model) - ends
+    waiting = min(2, max(model.num_layers - 1, 1)) * parameters.block_parameters(model)
+    done = max(blocks - waiting, 0) if model.num_layers > 1 else 0
+    return done * held_gradients(shape) // parameters.total_parameters(model) * shape.dtypes.gradient_bytes
+
+
+def _gathered_blocks(shape: RunShape) -> Iterator[Entry]:
+    """See Note [blocks in the backward]."""
+    itemsize, layers = shape.dtypes.activation_bytes, shape.model.num_layers
+    block = gathered_block(shape) * itemsize
+    runs = BLOCK_BACKWARD | {Moment.FORWARD}
+    yield Entry("gathered", "block at work, gathered", block, runs)
+    if layers > 1:
+        early = runs | {Moment.LOSS} if layers > 2 else runs - _ENDS | {Moment.LOSS}
+        yield Entry("gathered", "next block, gathered early", block, early)
+        yield from _reducing(shape)
+    own = unsharded_block(shape) * itemsize
+    yield Entry("gathered", "block's own gradients, unsharded", own, ATTENTION_BACKWARD)
+
+
+# Note [blocks in the backward]
+# FSDP2 gathers block i-1 while block i works, and keeps the reduce-scatter's input of block i+1 until block i is
+# reduced. So two more blocks stand beside the one at work from the last but one block on, but not in the last block
+# itself, and nothing is left to gather early in the first one. The first of them has one boundary less than the last
+# block, which is taken off. Traced for 1 to 5 layers: 1, 2, 3, 3, 3 blocks beside the shards.
+
+
+def _reducing(shape: RunShape) -> Iterator[Entry]:
+    what, num_bytes = "last block's gradients, being reduced", reduced_block(shape) * shape.dtypes.gradient_bytes
+    yield Entry("gathered", what, num_bytes, _ENDS)
+    if shape.model.num_layers > 2:
+        boundary = shape.tokens_per_rank * shape.model.hidden * shape.dtypes.activation_bytes
+        yield Entry("gathered", what, max(num_bytes - boundary, 0), BLOCK_BACKWARD - _ENDS)
+
+
+def _gathered_ends(shape: RunShape) -> Iterator[Entry]:
+    table = parameters.embedding_parameters(shape.model) // shape.mesh.tensor * shape.dtypes.activation_bytes
+    gathered = table if shape.mesh.zero >= 3 and shape.mesh.world > 1 else 0
+    yield Entry("gathered", HEAD, gathered, _MODEL_RUNS)
+    if not shape.model.tied:
+        yield Entry("gathered", EMBEDDING, gathered, _MODEL_RUNS)
+    yield Entry("gathered", HEAD_GRADIENT, table, BLOCK_BACKWARD)
