@@ -1,0 +1,208 @@
+"""What the boundaries cost: the policy, its ledger entries and whether moving them pays.
+
+A boundary is the input of one block, [N,H]: the tensor a checkpointed block keeps from its forward to its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from steppe.core.errors import ConfigError
+from steppe.core.ledger import Entry, Moment
+from steppe.core.policy import OFF, Off, Verdict
+from steppe.core.shapes import MachineShape, RunShape
+from steppe.core.units import format_bytes
+from steppe.flatteners.boundary.schedule import CHOICES, Choice, device_boundaries, stored_on_host
+
+PER_BOUNDARY: Final = frozenset({Moment.FORWARD, Moment.LOSS, Moment.BACKWARD})
+IN_TRANSIT: Final = frozenset({Moment.FORWARD, Moment.BACKWARD})
+PRIOR_RATE: Final = 16e9  # PCIe gen4 x8, bytes per second each way: below it the schedule stays off unless forced
+MIN_LAYERS: Final = 3  # two boundaries stay on the device whatever happens
+INDEX_BYTES: Final = 4  # a pinned choice is kept as int32
+Compile = Literal["off", "parts", "block"]
+
+
+@dataclass(frozen=True)
+class BoundaryPolicy:
+    """What happens to each block's input between forward and backward.
+
+    `default` holds for every boundary that `per_boundary` does not name ({index: choice}, or one choice a boundary):
+    `offload` to the host, `keep` on the device, or `recompute` from the previous boundary. `offload_extra` names
+    operators (`"aten._scaled_dot_product_flash_attention"`) whose results, or labels (`"kv"`) of
+    `steppe.long_lived(tensor, "kv")` whose tensors, are kept too, so that the recompute need not redo them; `"auto"`
+    profiles one block and takes what pays. At most `extra_limit` results a boundary are kept; the others count as
+    short-lived and are recomputed. `pin_topk` replays the router's choice in the recompute. `host_bytes` caps the host
+    arena; tensors below `min_bytes` are left alone. `compile` compiles inside the checkpoint: `parts` (attention and
+    norms) or `block`.
+    """
+
+    default: Choice = "offload"
+    per_boundary: tuple[tuple[int, Choice], ...] | Mapping[int, Choice] | Sequence[Choice] = ()
+    offload_extra: tuple[str, ...] | Literal["auto"] = ()
+    extra_limit: int = 3
+    pin_topk: bool = True
+    host_bytes: int | None = None
+    min_bytes: int = 4096
+    compile: Compile = "off"
+    compile_backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_boundary", _pairs(self.per_boundary))
+        if isinstance(self.offload_extra, str) and self.offload_extra != "auto":
+            _refuse("offload_extra", self.offload_extra, '"auto" or a tuple of operators and labels', "write a tuple")
+        if not isinstance(self.offload_extra, str):
+            object.__setattr__(self, "offload_extra", tuple(self.offload_extra))
+        for choice in (self.default, *(choice for _, choice in self.plan)):
+            if choice not in CHOICES:
+                _refuse("boundary choice", choice, ", ".join(CHOICES), "choose one of them")
+        if self.compile not in ("off", "parts", "block"):
+            _refuse("boundary compile", self.compile, "off, parts, block", "choose one of them")
+        if (0, "recompute") in self.plan:
+            _refuse("boundary 0", "recompute", "offload, keep", "there is no previous boundary to recompute it from")
+
+    @property
+    def plan(self) -> tuple[tuple[int, Choice], ...]:
+        assert isinstance(self.per_boundary, tuple)
+        return self.per_boundary
+
+    def choice(self, index: int) -> Choice:
+        """What happens to boundary `index`; the first one has no predecessor, so it is never recomputed by default."""
+        named = dict(self.plan).get(index)
+        if named is not None:
+            return named
+        return "offload" if index == 0 and self.default == "recompute" else self.default
+
+    def choices(self, num_layers: int) -> tuple[Choice, ...]:
+        return tuple(self.choice(index) for index in range(num_layers))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The entries of `offload_extra` that are labels of `long_lived` (operators have a dot in their name)."""
+        return () if self.offload_extra == "auto" else tuple(name for name in self.offload_extra if "." not in name)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        return () if self.offload_extra == "auto" else tuple(name for name in self.offload_extra if "." in name)
+
+
+def boundary_bytes(shape: RunShape) -> int:
+    """One boundary: N*H*b."""
+    return shape.tokens_per_rank * shape.model.hidden * shape.dtypes.activation_bytes
+
+
+def entries(shape: RunShape, policy: BoundaryPolicy | Off = OFF) -> tuple[Entry, ...]:
+    """The boundary entries of one rank's ledger.
+
+    Peak: off L*N*H*b on the device; on 2*N*H*b there (plus what `keep` keeps) and (L-1)*N*H*b on the host, plus extras.
+    """
+    size, num_layers = boundary_bytes(shape), shape.model.num_layers
+    if isinstance(policy, Off):
+        return (Entry("boundary", "block inputs", num_layers * size, PER_BOUNDARY),)
+    choices = policy.choices(num_layers)
+    held, moving = device_boundaries(choices)
+    rows = [
+        Entry("boundary", "block inputs kept on the device", held * size, PER_BOUNDARY),
+        Entry("boundary", "block input in transit", moving * size, IN_TRANSIT),
+        Entry("boundary", "block inputs", stored_on_host(choices) * size, PER_BOUNDARY, "host"),
+    ]
+    for what, per_block in (("extras", extra_bytes(shape, policy)), ("pinned choices", pinned_bytes(shape, policy))):
+        blocks = num_layers if what == "extras" else shape.model.num_moe_layers
+        if per_block and blocks:
+            rows += _companions(what, per_block, blocks, moving)
+    return tuple(rows)
+
+
+def _companions(what: str, per_block: int, blocks: int, moving: int) -> list[Entry]:
+    """Extras and pinned choices travel with their block's boundary: the last block's stay, one more is in transit."""
+    return [
+        Entry("boundary", f"{what} of the last block", per_block, PER_BOUNDARY),
+        Entry("boundary", f"{what} in transit", min(moving, blocks - 1) * per_block, IN_TRANSIT),
+        Entry("boundary", what, (blocks - 1) * per_block, PER_BOUNDARY, "host"),
+    ]
+
+
+def attention_result_bytes(shape: RunShape) -> int:
+    """Output and float32 log-sum-exp of one block's attention: N*heads*(head_dim*b + 4)."""
+    model = shape.model
+    width = model.value_head_dim or model.head_dim
+    return shape.tokens_per_rank * model.num_heads * (width * shape.dtypes.activation_bytes + 4)
+
+
+def key_value_bytes(shape: RunShape) -> int:
+    model = shape.model
+    return 2 * shape.tokens_per_rank * model.num_kv_heads * model.head_dim * shape.dtypes.activation_bytes
+
+
+def extra_bytes(shape: RunShape, policy: BoundaryPolicy) -> int:
+    """Bytes of the extras of one block. Names that say attention count its output, `kv` counts keys and values, any
+    other name one [N,H]; `auto` counts the attention output, its usual choice."""
+    names = ("attention",) if policy.offload_extra == "auto" else policy.offload_extra
+    sizes = {"attention": attention_result_bytes(shape), "kv": key_value_bytes(shape), "": boundary_bytes(shape)}
+    return sum(sizes[_kind(name)] for name in names[: policy.extra_limit])
+
+
+def pinned_bytes(shape: RunShape, policy: BoundaryPolicy) -> int:
+    """The router's choice of one block: N*k int32."""
+    return shape.tokens_per_rank * shape.model.experts_per_token * INDEX_BYTES if policy.pin_topk else 0
+
+
+def host_blocks(shape: RunShape, policy: BoundaryPolicy) -> tuple[tuple[int, int], ...]:
+    """(bytes, count) of the host blocks to reserve before the first step."""
+    stored = stored_on_host(policy.choices(shape.model.num_layers))
+    return ((boundary_bytes(shape), stored),) if stored else ()
+
+
+def block_seconds(shape: RunShape, machine: MachineShape) -> float:
+    """A lower bound of one block's recompute: its matmuls' 2 operations a weight and token, and causal attention."""
+    model, tokens = shape.model, shape.tokens_per_rank
+    heads = model.num_heads * model.head_dim
+    attention = model.hidden * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
+    routed = 3 * model.hidden * (
+        model.experts_per_token * model.expert_width + model.num_shared_experts * model.shared_expert_width
+    )  # fmt: skip
+    mlp = routed if model.num_experts else 3 * model.hidden * model.dense_width
+    scores = 2 * tokens * heads * shape.batch.seq_len  # QK^T and PV, half of them masked
+    return (2 * tokens * (attention + mlp) + scores) / machine.matmul_rate
+
+
+def pays(shape: RunShape, machine: MachineShape) -> Verdict:
+    """Whether moving the boundaries pays: a link at least as fast as the prior, and a reload that ends before the
+    recompute which hides it."""
+    size, num_layers = boundary_bytes(shape), shape.model.num_layers
+    if num_layers < MIN_LAYERS:
+        return Verdict(False, f"{num_layers} blocks: two boundaries stay on the device anyway")
+    rate = min(machine.to_host_rate, machine.to_device_rate)
+    if rate < PRIOR_RATE:
+        return Verdict(False, f"the link moves {rate / 1e9:.1f} GB/s, below the {PRIOR_RATE / 1e9:.0f} GB/s it takes")
+    reload_ms, recompute_ms = size / machine.to_device_rate * 1e3, block_seconds(shape, machine) * 1e3
+    saved = format_bytes((num_layers - 2) * size)
+    if reload_ms >= recompute_ms:
+        return Verdict(
+            False, f"a reload takes {reload_ms:.2f} ms and the recompute that hides it {recompute_ms:.2f} ms"
+        )
+    return Verdict(
+        True, f"frees {saved} of {format_bytes(num_layers * size)}; a reload of {reload_ms:.2f} ms hides behind a "
+        f"recompute of {recompute_ms:.2f} ms",
+    )  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    lowered = name.lower()
+    if any(word in lowered for word in ("attention", "attn", "flash")):
+        return "attention"
+    return "kv" if lowered == "kv" else ""
+
+
+def _pairs(given: object) -> tuple[tuple[int, object], ...]:
+    if isinstance(given, Mapping):
+        return tuple(sorted(given.items()))
+    assert isinstance(given, Sequence)
+    if all(isinstance(item, str) for item in given):
+        return tuple(enumerate(given))
+    return tuple(sorted((int(index), choice) for index, choice in given))
+
+
+def _refuse(what: str, got: object, allowed: str, remedy: str) -> None:
+    raise ConfigError(what, got=repr(got), allowed=allowed, remedy=remedy)
