@@ -54,7 +54,9 @@ class Lane(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, *, after: After = None, stage: str = "copy",
              buffer: str = "") -> Ticket: ...  # fmt: skip
 
-    def run(self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "") -> Ticket: ...
+    def run(self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "",
+            num_bytes: int = 0) -> Ticket:
+        """Enqueue any callable; `num_bytes` is what it moves, for a throttled lane."""  # fmt: skip
 
     def mark(self) -> Ticket: ...
 
@@ -142,8 +144,15 @@ class ThreadLane:
 
         return self._enqueue(job, after, stage, buffer, (dst, src, target, source))
 
-    def run(self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "") -> ThreadTicket:
-        return self._enqueue(job, after, stage, buffer, (job,))
+    def run(
+        self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "", num_bytes: int = 0
+    ) -> ThreadTicket:
+        def throttled() -> None:
+            job()
+            if self._rate is not None:
+                time.sleep(num_bytes / self._rate)
+
+        return self._enqueue(throttled, after, stage, buffer, (job, throttled))
 
     def mark(self) -> DoneTicket:
         """On the CPU compute is synchronous: everything up to now has happened."""
@@ -249,7 +258,9 @@ class StreamLane:
             lambda: target.copy_(source, non_blocking=True), after, stage, buffer, (dst, src, target, source)
         )
 
-    def run(self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "") -> StreamTicket:
+    def run(
+        self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "", num_bytes: int = 0
+    ) -> StreamTicket:
         return self._enqueue(job, after, stage, buffer, (job,))
 
     def mark(self) -> StreamTicket:
