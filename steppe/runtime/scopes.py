@@ -57,6 +57,11 @@ def current() -> str:
     return frames[-1].name if frames else UNLABELLED
 
 
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    return _current_backward() != _NO_BACKWARD
+
+
 class label:  # noqa: N801  (used as a `with` word)
     """`with label("vocab"): ...` charges what is born inside to that owner; leaves by exception are fine."""
 

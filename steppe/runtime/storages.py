@@ -39,6 +39,11 @@ def host_name(storage: torch.UntypedStorage) -> str | None:
     return None if found is None else found[1]
 
 
+def watches() -> tuple[Watch, ...]:
+    """The watches that are entered now, outermost first."""
+    return tuple(_watches)
+
+
 class Held(weakref.ref):  # type: ignore[type-arg]
     """One living storage, as a weak reference that carries what is known of it."""
 
