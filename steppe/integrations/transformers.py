@@ -7,9 +7,8 @@ instance, with `lm_head.forward` the identity, so that projection and loss are o
 from __future__ import annotations
 
 import copy
-import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steppe.core.errors import ConfigError
 from steppe.runtime import scopes
+from steppe.runtime.meter import charge
 
 IGNORED = -100
 _MASKS_FORGET_DOCUMENTS = ("gpt_oss",)  # their forward doesn't hand position ids to the mask functions
@@ -101,8 +101,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def checkpoint_blocks(model: Any) -> None:
     """Torch's own non-reentrant checkpoint around every block: the plain program's boundaries."""
-    plain = functools.partial(checkpoint, use_reentrant=False, context_fn=_recompute_labels)
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=plain)
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+
+
+def _checkpoint(block: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a block keeps is its input: the boundary."""
+    charge(hidden, "boundary")
+    return checkpoint(block, hidden, *args, use_reentrant=False, context_fn=_recompute_labels, **kwargs)
 
 
 class PlainLoss:
@@ -177,7 +182,7 @@ def loss_of(
 
 @contextmanager
 def _bound(model: Any, num_valid: int, share: float) -> Iterator[list[torch.Tensor]]:
-    """The instance's loss with divisor and shifted labels bound, the auxiliary coefficient scaled; yields its values."""
+    """The instance's loss with divisor and shifted labels bound, the auxiliary coefficient scaled; yields its value."""
     inner, coefficient = model.loss_function, getattr(model, "router_aux_loss_coef", None)
     values: list[torch.Tensor] = []
 

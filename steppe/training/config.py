@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,6 +76,7 @@ class OutputConfig:
     dir: str = "run"
     checkpoint_every: int = 0  # steps; 0: only after the last one
     keep: int = 2  # checkpoints that stay on disk
+    resume: str = "latest"  # or the name of an earlier checkpoint (step-00000010), or "never": start afresh
     export: bool = False  # write Hugging Face safetensors after the last step
     lock_timeout_s: float = 30.0  # how long to wait for ranks of an earlier job to leave
 
@@ -129,17 +128,6 @@ class RunConfig:
         """The same run with fields of one section replaced: `config.replace("train", steps=5)`."""
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})
 
-    def identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and a run that resumes it."""
-        train = dataclasses.asdict(self.train)
-        kept = ("batch", "micro_batches", "seed", "dtype")
-        model = {k: v for k, v in dataclasses.asdict(self.model).items() if k not in ("attention", "experts")}
-        return {"model": model, "data": dataclasses.asdict(self.data), "train": {k: train[k] for k in kept}}
-
-    def digest(self) -> str:
-        """sha256 over `identity`."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
-
 
 SECTIONS = {
     "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "output": OutputConfig, "launch": LaunchConfig,
@@ -185,7 +173,7 @@ def policy_class(name: str) -> type[Any]:
     (cls,) = {
         value
         for key, value in vars(budget).items()
-        if key.endswith("Policy") and dataclasses.is_dataclass(value) and value.__module__ == budget.__name__  # type: ignore[attr-defined]
+        if key.endswith("Policy") and dataclasses.is_dataclass(value) and value.__module__ == budget.__name__ 
     }
     return cls  # type: ignore[return-value]
 
@@ -223,7 +211,8 @@ def _rebase(section: Any, base: Path, **untouched: str | None) -> Any:
 def _check_numbers(config: RunConfig) -> None:
     positive = {
         "data.seq_len": config.data.seq_len, "train.batch": config.train.batch, "launch.ranks": config.launch.ranks,
-        "train.micro_batches": config.train.micro_batches, "train.lr": config.train.lr, "train.steps": config.train.steps,
+        "train.micro_batches": config.train.micro_batches, "train.lr": config.train.lr,
+        "train.steps": config.train.steps,
         "output.keep": config.output.keep, "train.eps": config.train.eps, "launch.timeout_s": config.launch.timeout_s,
     }  # fmt: skip
     for name, value in positive.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from steppe.training.data import Batch, RowSource, check_working_set
 from steppe.training.model import build_model, device_mesh, load_model_config, shard
 from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
 from steppe.training.schedule import dropout_seed, learning_rate
+
+# Fields of a transformers configuration that say how it runs or who wrote it, not what it computes.
+_NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache", "architectures")
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,27 @@ class Trainer:
             kept.append(self.plain_loss.token_losses)
         finally:
             self.plain_loss.keep_token_losses, self.plain_loss.token_losses = False, None
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and a run that resumes it must share: everything that decides data, weights and sums."""
+        config = self.config
+        loaded = self.model_config.to_dict()
+        model = {key: value for key, value in loaded.items() if key not in _NOT_THE_MODEL}
+        return json.loads(json.dumps({
+            "model": model,
+            "model.dtype": config.model.dtype,
+            "train": {key: getattr(config.train, key) for key in ("batch", "micro_batches", "seed", "dtype")},
+            "data": {"seq_len": config.data.seq_len, "packing": config.data.packing, "tokens": self.store.digest},
+        }, default=str))  # fmt: skip
+
+    def rows_read(self) -> int:
+        """Rows that all ranks have read so far."""
+        return self.data.rows_read(self.next_step)
+
+    def resume(self, step: int, rows_read: int) -> None:
+        """Go on with update number `step`."""
+        self.next_step = step
+        self.data.resume(step, rows_read)
 
     def _update(self) -> tuple[float, float]:
         """Clip, update, and take the gradients off."""
