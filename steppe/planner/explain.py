@@ -86,7 +86,8 @@ class Reading:
         count = f"{self.copies} x " if self.copies > 1 else ""
         return (
             f"{count}{self.tensor.name}: {self.tensor.formula}, {self.itemsize} bytes an element = "
-            f"{format_bytes(self.num_bytes)} ({self.num_bytes:,} bytes). Peak: {self.tensor.owner}. {self.tensor.remedy}"
+            f"{format_bytes(self.num_bytes)} ({self.num_bytes:,} bytes). "
+            f"Peak: {self.tensor.owner}. {self.tensor.remedy}"
         )
 
 

@@ -104,12 +104,12 @@ def _width(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _grouped_heads(config: Mapping[str, Any]) -> dict[str, int]:
+def _grouped_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     return {"head_dim": head_dim, "value_head_dim": head_dim}
 
 
-def _latent_heads(config: Mapping[str, Any]) -> dict[str, int]:
+def _latent_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = _width(config, "qk_rope_head_dim")
     return {
         "head_dim": _width(config, "qk_nope_head_dim") + rope,
@@ -120,7 +120,7 @@ def _latent_heads(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _experts(config: Mapping[str, Any], kind: str) -> dict[str, int]:
+def _experts(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     key = next((key for key in counts if key in config), counts[0])
     width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -135,7 +135,7 @@ def _experts(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     }
 
 
-def _traits(config: Mapping[str, Any], kind: str) -> dict[str, bool]:
+def _traits(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     traits = dict(_TRAITS.get(kind, {}))
     if "attention_bias" in config and kind != "gpt_oss":
         traits["has_attention_bias"] = bool(config["attention_bias"])

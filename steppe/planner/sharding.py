@@ -96,7 +96,7 @@ def _gradients(shape: RunShape) -> Iterator[Entry]:
 
 def _early_gradients(shape: RunShape) -> int:
     """Gradients of the blocks behind the second one; with two blocks, of the one behind the first."""
-    model, mesh = shape.model, shape.mesh
+    model = shape.model
     ends = parameters.embedding_parameters(model) * (1 if model.tied else 2)
     blocks = parameters.total_parameters(model) - ends
     waiting = min(2, max(model.num_layers - 1, 1)) * parameters.block_parameters(model)

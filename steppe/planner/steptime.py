@@ -1,0 +1,130 @@
+"""Modelled time of one optimizer step: operations and bytes over the machine's rates. Ratios, not promises.
+
+Compute, the gathers of FSDP2 and the host link run beside each other, so the longest of them counts; an exchange that
+nothing hides, and an update that starts when the gradient norm is known, are added. What the flatteners move is read
+from their ledger entries: what lies on the host for part of a step travels there and back once a micro-batch, what
+lies there always is read and written once a step while gradients come in and weights go out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steppe.core import parameters
+from steppe.core.ledger import STEP, Ledger
+from steppe.core.shapes import RunShape
+from steppe.planner.block import key_width, query_width, value_width
+from steppe.planner.sharding import gathered_block
+
+_FORWARDS = 2  # the forward and its recompute
+_PASSES = 4  # forward, recompute, two in the backward
+_ATTENTION_PASSES = 4.5  # a fused backward recomputes the scores: 2.5 forwards
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on one rank, part by part."""
+
+    compute: float
+    gathers: float  # FSDP2's all-gathers and reduce-scatters
+    exchange: float  # tokens to experts and back, heads to sequence ranks and back: not hidden
+    link: float  # the busier direction of the host link, behind the backward and forward
+    update: float  # host memory or link at the end of the step, exposed
+    tokens: int  # of all ranks
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.gathers, self.link) + self.exchange + self.update
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def longest(self) -> str:
+        parts = {n: getattr(self, n) for n in ("compute", "gathers", "exchange", "link", "update")}
+        return max(parts, key=lambda n: float(parts[n]))
+
+
+def step_time(shape: RunShape, ledger: Ledger) -> StepTime:
+    """Model the step whose ledger is given (it says what lies on the host)."""
+    machine, batches = shape.machine, shape.batch.micro_batches
+    streams = host_bytes_in_passing(ledger) * batches
+    return StepTime(
+        compute=batches * micro_batch_operations(shape) / machine.matmul_rate,
+        gathers=batches * gathered_bytes(shape) / machine.network_rate,
+        exchange=batches * exchanged_bytes(shape) / machine.network_rate,
+        link=max(streams / machine.to_host_rate, streams / machine.to_device_rate),
+        update=update_seconds(shape, ledger),
+        tokens=shape.tokens_per_rank * shape.mesh.world * batches // (shape.mesh.tensor * shape.mesh.pipeline),
+    )
+
+
+def micro_batch_operations(shape: RunShape) -> float:
+    """Matmul and attention operations of one micro-batch on one rank, block recompute included."""
+    model, tokens = shape.model, shape.tokens_per_rank
+    head = parameters.embedding_parameters(model)
+    blocks = parameters.active_parameters(model) - head
+    matmul = 2.0 * tokens * (_PASSES * blocks + 3 * head)
+    seen = min(shape.batch.seq_len, model.sliding_window or shape.batch.seq_len) if model.sliding_window else None
+    span = shape.batch.seq_len / 2
+    if seen is not None:  # every other block of such models looks at a window only
+        span = (span + min(seen, span)) / 2
+    width = query_width(shape) + model.num_heads * (model.value_head_dim or model.head_dim) // shape.mesh.tensor
+    attention = 2.0 * span * tokens * width * model.num_layers
+    return (matmul + _ATTENTION_PASSES * attention) / (shape.mesh.tensor * shape.mesh.pipeline)
+
+
+def gathered_bytes(shape: RunShape) -> float:
+    """Two all-gathers and a reduce-scatter of every block and of both ends, one micro-batch, sent by one rank."""
+    mesh, dtypes = shape.mesh, shape.dtypes
+    if mesh.world == 1:
+        return 0.0
+    ends = 2 * parameters.embedding_parameters(shape.model)
+    whole = gathered_block(shape) * shape.model.num_layers + ends
+    return whole * (_FORWARDS * dtypes.activation_bytes + dtypes.gradient_bytes) * (mesh.world - 1) / mesh.world
+
+
+def exchanged_bytes(shape: RunShape) -> float:
+    """Rows to the experts and back, six passes of H a route; queries, keys, values and output over D, three times."""
+    mesh, model, tokens = shape.mesh, shape.model, shape.tokens_per_rank
+    itemsize = shape.dtypes.activation_bytes
+    leaving = (mesh.expert - 1) / mesh.expert
+    routes = tokens * model.experts_per_token * model.hidden * model.num_moe_layers * 3 * _FORWARDS * leaving
+    width = query_width(shape) + key_width(shape) + value_width(shape) + query_width(shape)
+    heads = tokens * width * model.num_layers * 3 * (mesh.sequence - 1) / mesh.sequence
+    return (routes + heads) * itemsize
+
+
+def host_bytes_in_passing(ledger: Ledger) -> int:
+    """Bytes that lie on the host for part of a step only: they travel there and back."""
+    return sum(e.num_bytes for e in ledger.entries if e.place == "host" and not e.during >= STEP)
+
+
+def host_bytes_that_stay(ledger: Ledger) -> int:
+    return sum(e.num_bytes for e in ledger.entries if e.place == "host" and e.during >= STEP)
+
+
+def update_seconds(shape: RunShape, ledger: Ledger) -> float:
+    """Host state is read and written once, the node's memory shared by its ranks; or the wire if that is slower."""
+    stays = host_bytes_that_stay(ledger)
+    if not stays:
+        return 0.0
+    ranks = min(shape.mesh.ranks_per_node, shape.mesh.world)
+    wire = parameters.parameters_per_rank(shape.model, shape.mesh.world)
+    memory = (2 * stays + wire * (shape.dtypes.weight_bytes + shape.dtypes.gradient_bytes)) * ranks
+    up = wire * shape.dtypes.weight_bytes / shape.machine.to_device_rate
+    adamw = wire * ranks / shape.machine.adamw_rate
+    return max(memory / shape.machine.host_memory_rate, up, adamw)
+
+
+def rates_to_hide(shape: RunShape, ledger: Ledger) -> dict[str, float]:
+    """Link bytes/s each way that hide what passes behind compute, and host-memory bytes/s of a node that keep the
+    update within a tenth of the step."""
+    time = step_time(shape, ledger)
+    ranks = min(shape.mesh.ranks_per_node, shape.mesh.world)
+    streams = host_bytes_in_passing(ledger) * shape.batch.micro_batches
+    return {
+        "link": streams / time.compute,
+        "host_memory": 2 * host_bytes_that_stay(ledger) * ranks / (time.compute / 10),
+    }
