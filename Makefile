@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: demo test test-full check static clean install
 
 demo: $(STAMP)
-	@$(PY) -m benchmarks.demo --out demo
+	@$(PY) -m examples.demo --out demo
 
 test: $(STAMP)
 	@echo "running the tests (about 15 minutes on 2 cores)"

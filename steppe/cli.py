@@ -115,7 +115,7 @@ def _add_profile(commands: _Commands) -> None:
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the step's memory as a stacked timeline (PNG)"
     )
-    parser.set_defaults(run=lambda args: _verify_module().profile_command(args))
+    parser.set_defaults(run=lambda args: _run_on_ranks("profile", args))
 
 
 def _add_verify(commands: _Commands) -> None:
@@ -124,10 +124,11 @@ def _add_verify(commands: _Commands) -> None:
         "Losses, gradients and peaks of both, and each one's distance from float64 where the model has one.",
     )  # fmt: skip
     _add_run_arguments(parser)
+    _add_flatten_argument(parser)
     _add_report_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, help="steps to compare (%(default)s)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both memory timelines (PNG)")
-    parser.set_defaults(run=lambda args: _verify_module().verify_command(args))
+    parser.set_defaults(run=lambda args: _run_on_ranks("verify", args))
 
 
 def _add_compare(commands: _Commands) -> None:
@@ -139,7 +140,7 @@ def _add_compare(commands: _Commands) -> None:
     _add_report_arguments(parser)
     parser.add_argument("--toggle", required=True, metavar="NAME", help="dispatch, vocab, boundary or optimizer")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of steps (%(default)s)")
-    parser.set_defaults(run=lambda args: _verify_module().compare_command(args))
+    parser.set_defaults(run=lambda args: _run_on_ranks("compare", args))
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,14 +148,18 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="start this many ranks here (default: launch.ranks of the run.toml)")
 
 
+def _add_flatten_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--flatten", metavar="NAME,...", help="switch these flatteners on with their defaults")
+
+
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def _verify_module():  # type: ignore[no-untyped-def]
-    from steppe import verify
+def _run_on_ranks(name: str, args: argparse.Namespace) -> int:
+    from steppe import commands
 
-    return verify
+    return commands.run(name, args, os.environ)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""`steppe profile`, `verify` and `compare`: one rank of them under torchrun, otherwise the launcher of the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from steppe.core.errors import ConfigError
+from steppe.core.policy import OFF
+from steppe.core.units import format_bytes
+from steppe.training import config as configs
+from steppe.training.config import RunConfig
+from steppe.training.ranks import Place, on_this_rank, start_ranks
+
+PROFILED_STEPS = 3
+
+
+def on_ranks(
+    args: argparse.Namespace, work: Callable[[RunConfig, argparse.Namespace, Any], None],
+    environment: Mapping[str, str],
+) -> int:  # fmt: skip
+    """Run `work(config, args, device)` on every rank of the run, starting them when no launcher has."""
+    config = _flattened(configs.load(args.config), args)
+    place = Place.of(environment)
+    if place is None:
+        config.launch.mesh(args.ranks)
+        start_ranks(sys.argv[1:], args.ranks or config.launch.ranks)
+        return 0
+
+    def inside(device: Any) -> int:
+        work(config, args, device)
+        return 0
+
+    return on_this_rank(inside, place, config.launch.timeout_s)
+
+
+def _flattened(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """The run with `--flatten NAME,...` switched on with their default policies."""
+    names = [name for name in (getattr(args, "flatten", None) or "").split(",") if name]
+    return config.with_flatten(**{name: configs.policy_class(name)() for name in names})
+
+
+def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
+    """Three steps, the first and the third under the meter; the steady one is reported."""
+    from steppe.runtime import collectives
+    from steppe.sides import run_side
+
+    say = _voice()
+    say(f"profiling {PROFILED_STEPS} steps on {collectives.size(collectives.world())} ranks")
+    side = run_side(config, steps=PROFILED_STEPS, device=device, on_step=_told(say, PROFILED_STEPS))
+    reports = collectives.all_gather_object(_portable(side), collectives.world())
+    if collectives.rank(collectives.world()):
+        return
+    worst = max(reports, key=lambda report: report["ledger"].device_peak_bytes)
+    report = side.reports[max(side.reports)]
+    if args.picture:
+        report.picture(args.picture)
+    if args.json:
+        print(json.dumps({"worst_rank": worst["rank"], "steady": worst["ledger"].to_json(),
+                          "first": worst["first"].to_json(), "advice": report.advice()}, indent=1))  # fmt: skip
+    else:
+        print(report.table())
+        first, steady = worst["first"].device_peak_bytes, worst["ledger"].device_peak_bytes
+        print(f"\nrank {worst['rank']} holds most: {format_bytes(steady)} in the steady step, ", end="")
+        print(f"{format_bytes(first)} in step 1")
+
+
+def verify(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
+    """Plain, then flattened, from one seed; rank 0 prints the certificate."""
+    from steppe.profiler import picture
+    from steppe.runtime import collectives
+    from steppe.verify import emit, side_by_side
+
+    if all(policy == OFF for policy in config.flatten.values()):
+        raise ConfigError("verify", got="a run with every flattener off", allowed="at least one on",
+                          remedy='write boundary = "on" under [flatten], or pass --flatten boundary')  # fmt: skip
+    say = _voice()
+    pair = side_by_side(config, steps=args.steps, device=device, say=say)
+    if collectives.rank(collectives.world()) == 0:
+        if args.picture:
+            picture(args.picture, {name: side.timeline for name, side in pair.sides.items()})
+        emit(pair.certificate, args)
+
+
+def compare(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
+    from steppe.compare import compare as alternate
+    from steppe.runtime import collectives
+
+    _voice()(f"alternating {args.toggle} on and off, {args.rounds} rounds")
+    found = alternate(config, args.toggle, rounds=args.rounds, device=device)
+    if collectives.rank(collectives.world()) == 0:
+        print(json.dumps(found.to_json()) if args.json else found.text())
+
+
+def run(name: str, args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """What the command line calls."""
+    return on_ranks(args, {"profile": profile, "verify": verify, "compare": compare}[name], environment)
+
+
+def _portable(side: Any) -> dict[str, Any]:
+    from steppe.runtime import collectives
+
+    return {"rank": collectives.rank(collectives.world()), "ledger": side.ledger,
+            "first": side.reports[min(side.reports)].ledger}  # fmt: skip
+
+
+def _voice() -> Callable[[str], None]:
+    """Rank 0 speaks, on standard error."""
+    from steppe.runtime import collectives
+
+    silent = collectives.rank(collectives.world()) != 0
+
+    def say(line: str) -> None:
+        if not silent:
+            print(f"steppe: {line}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _told(say: Callable[[str], None], steps: int) -> Callable[[Any], None]:
+    return lambda result: say(f"step {result.step + 1}/{steps}  loss {result.loss:.4f}  {result.ms:.0f} ms")
