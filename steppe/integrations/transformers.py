@@ -205,6 +205,8 @@ def _bound(model: Any, num_valid: int, share: float) -> Iterator[list[torch.Tens
 def _document_masks(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any] | None:
     """Masks that keep packed documents apart, for the families whose own forward would not; None for the others."""
     config = model.config
+    if config._attn_implementation.startswith("steppe_"):
+        return None  # our own attention knows the documents
     if config.model_type not in _MASKS_FORGET_DOCUMENTS or bool((position_ids[:, 1:] > position_ids[:, :-1]).all()):
         return None
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask

@@ -27,7 +27,7 @@ class ModelConfig:
     shape: Mapping[str, Any] = field(default_factory=dict)  # fields that replace those of the file
     weights: str = "random"  # or a directory of safetensors
     dtype: Dtype = "float32"  # the type that parameters are stored in
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    attention: Literal["auto", "sdpa", "eager", "packed"] = "auto"  # packed: documents one by one, without masks
     experts: Literal["grouped_mm", "eager", "batched_mm"] = "grouped_mm"
 
 
@@ -173,7 +173,7 @@ def policy_class(name: str) -> type[Any]:
     (cls,) = {
         value
         for key, value in vars(budget).items()
-        if key.endswith("Policy") and dataclasses.is_dataclass(value) and value.__module__ == budget.__name__ 
+        if key.endswith("Policy") and dataclasses.is_dataclass(value) and value.__module__ == budget.__name__
     }
     return cls  # type: ignore[return-value]
 

@@ -23,6 +23,7 @@ from steppe.training.schedule import positions, row_at
 from steppe.training.tokens import TokenStore
 
 IGNORED = -100  # the label of a token that has nothing to predict
+_PADDING = (0, 0, IGNORED)  # ids, positions, labels: each padding token is a document of its own
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ def check_working_set(batches: Sequence[Batch], allowed_tokens: int, step: int) 
 
 
 class RowSource:
-    """The rows of a run and their order."""
+    """The rows of a run and their order. The D ranks of a sequence read the same rows and take a slice each."""
 
     def __init__(self, config: RunConfig, store: TokenStore, *, rank: int, world: int) -> None:
-        self._config, self._store, self._rank, self._world = config, store, rank, world
+        self._config, self._store, self._slices = config, store, config.launch.sequence
+        self._rank, self._slice = divmod(rank, self._slices)
+        self._world = world // self._slices
         self._start = 0
         if config.data.packing == "whole":
-            self._bounds = _whole_rows(store.ends, config.tokens_per_rank)
+            self._bounds = _whole_rows(store.ends, config.train.batch * config.data.seq_len)
         else:
             self._bounds = _cut_rows(store.num_tokens, config.data.seq_len)
 
@@ -98,8 +101,13 @@ class RowSource:
             world=self._world, start=self._start,
         )  # fmt: skip
         rows = [self._row(row_at(place, self.num_rows, self._config.train.seed)) for place in places]
-        ids, where, labels = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows))
-        return Batch(ids, where, labels)
+        return Batch(*(torch.from_numpy(self._own(np.stack(parts), fill)) for parts, fill in zip(zip(*rows), _PADDING)))
+
+    def _own(self, rows: npt.NDArray[np.int64], fill: int) -> npt.NDArray[np.int64]:
+        """This rank's columns, after padding to a multiple of D (which only whole documents can need)."""
+        length = -(-rows.shape[1] // self._slices)
+        padded = np.pad(rows, ((0, 0), (0, length * self._slices - rows.shape[1])), constant_values=fill)
+        return np.ascontiguousarray(padded[:, self._slice * length : (self._slice + 1) * length])
 
     def _row(self, index: int) -> tuple[npt.NDArray[np.int64], ...]:
         start, stop = self._bounds[index]

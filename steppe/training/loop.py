@@ -20,7 +20,7 @@ from steppe.runtime import collectives, scopes
 from steppe.training import tokens
 from steppe.training.config import RunConfig
 from steppe.training.data import Batch, RowSource, check_working_set
-from steppe.training.model import build_model, device_mesh, load_model_config, shard
+from steppe.training.model import build_model, device_mesh, join_sequences, load_model_config, shard
 from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
 from steppe.training.schedule import dropout_seed, learning_rate
 
@@ -72,6 +72,7 @@ class Trainer:
         config = self.config
         self.mesh = device_mesh(self.world, self.device)
         self.model = build_model(config, self.model_config)
+        self.ulysses = join_sequences(self.model, config)
         self.flattened = attach_all(self.model, config.flatten, self.mesh)
         if config.flatten["boundary"] == OFF and config.train.checkpointing:
             hf.checkpoint_blocks(self.model)

@@ -15,14 +15,16 @@ from steppe.training.loop import StepResult
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run, written by rank 0."""
+    """`metrics.jsonl` of a run; the rank that isn't `shown` writes nothing."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, shown: bool = True) -> None:
+        self.path, self._shown = path, shown
         self._file: IO[str] | None = None
 
     def resume(self, step: int) -> None:
         """Keep the whole lines of the steps before `step`, drop the rest, and append from there."""
+        if not self._shown:
+            return
         kept = [line for number, line in self._lines() if number < step]
         fresh = self.path.with_suffix(".tmp")
         fresh.write_text("".join(kept))
@@ -30,9 +32,9 @@ class MetricsLog:
         self._file = self.path.open("a")
 
     def write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None, "resume() opens the log"
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """On disk before the checkpoint that makes these steps final."""

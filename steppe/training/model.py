@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from steppe.core.errors import ConfigError
 from steppe.integrations import transformers as hf
-from steppe.runtime import scopes
+from steppe.integrations.ulysses import Ulysses
+from steppe.runtime import collectives, scopes
 from steppe.training.config import RunConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,15 +42,25 @@ def build_model(config: RunConfig, model_config: Any) -> Any:
 
     Peak: the full model in its storage type, until `shard` has cut it.
     """
-    settings = {
-        "dtype": DTYPES[config.model.dtype], "attention": config.model.attention, "experts": config.model.experts,
-    }  # fmt: skip
+    attention = "auto" if config.model.attention == "packed" else config.model.attention
+    settings = {"dtype": DTYPES[config.model.dtype], "attention": attention, "experts": config.model.experts}
     with scopes.label("weights"):
         if config.model.weights == "random":
             model = hf.build(model_config, seed=config.train.seed, **settings)
         else:
             model = hf.load(config.model.weights, model_config, **settings)
     return model.train()
+
+
+def join_sequences(model: Any, config: RunConfig) -> Ulysses | None:
+    """Attention over the D ranks of a sequence, document by document; None for the model's own attention."""
+    num_slices = config.launch.sequence
+    if num_slices == 1 and config.model.attention != "packed":
+        return None
+    world, rank = collectives.size(collectives.world()), collectives.rank(collectives.world())
+    starts = range(0, world, num_slices)
+    groups = [collectives.new_group(range(s, s + num_slices)) if num_slices > 1 else None for s in starts]
+    return Ulysses(model, groups[rank // num_slices])
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, device: torch.device) -> None:
