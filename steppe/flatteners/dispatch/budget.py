@@ -1,0 +1,257 @@
+"""What expert dispatch costs in bytes, with and without PipelinedLLEP: integers only.
+
+The peak stands in the backward of one MoE layer. `Cost` names every tensor of it; tests hold the allocator's own events
+against `Cost.peak_bytes` from both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from steppe.core.errors import ConfigError
+from steppe.core.ledger import Entry, Moment
+from steppe.core.policy import OFF, Off, Verdict
+from steppe.core.shapes import MachineShape, RunShape
+from steppe.core.units import format_bytes
+
+DEFAULT_CHUNK_BYTES: Final = 2**30
+TILE_ELEMENTS: Final = {"cpu": 2**16, "accelerator": 2**23}  # elementwise math runs on tiles of so many elements
+TILE_TENSORS: Final = 6  # float32 tensors of a tile alive at once, at most
+_ROUTE_BYTES: Final = 4  # int32 row order
+
+
+@dataclass(frozen=True)
+class DispatchPolicy:
+    """How PipelinedLLEP runs. The cap on tokens of one source in a chunk, c, is given in one of three ways:
+    `chunk_tokens`, `micro_chunks` (c = ceil(global_batch * seqlen / num_sources / micro_chunks)) or `chunk_bytes` of
+    workspace (the default, 1 GiB).
+
+    `max_load`: no rank computes more than this times the mean, where experts are spilled; `switch_ratio`: below this
+    native max/mean load every expert stays home; `spill_slots`: foreign experts alive on a rank at a time (even);
+    `min_rows`: no interval is moved for fewer rows than this; `ranks_per_node`: helpers on the owner's node come first.
+
+    Raises: ConfigError for values that can't be meant.
+    """
+
+    chunk_tokens: int | None = None
+    micro_chunks: int | None = None
+    chunk_bytes: int | None = None
+    max_load: float = 1.1
+    switch_ratio: float = 1.3
+    spill_slots: int = 2
+    min_rows: int = 0
+    ranks_per_node: int | None = None
+    combine_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        caps = {name: getattr(self, name) for name in ("chunk_tokens", "micro_chunks", "chunk_bytes")}
+        given = {name: value for name, value in caps.items() if value is not None}
+        _require(len(given) <= 1, "chunk size", given, "one of chunk_tokens, micro_chunks, chunk_bytes", "drop the others")
+        _require(all(v >= 1 for v in given.values()), "chunk size", given, "a positive integer", "raise it")
+        _require(self.max_load >= 1, "max_load", self.max_load, "1.0 or more", "1.1 halves the transfers of 1.0")
+        _require(self.switch_ratio >= 1, "switch_ratio", self.switch_ratio, "1.0 or more", "use 1.3")
+        slots_fit = self.spill_slots >= 2 and self.spill_slots % 2 == 0
+        _require(slots_fit, "spill_slots", self.spill_slots, "an even number, 2 or more", "use 2")
+        _require(self.min_rows >= 0, "min_rows", self.min_rows, "0 or more", "use 0")
+        _require(self.ranks_per_node is None or self.ranks_per_node >= 1, "ranks_per_node", self.ranks_per_node,
+                 "None or 1 and more", "give the GPUs of a node")  # fmt: skip
+        known = self.combine_dtype in ("float32", "tokens")
+        _require(known, "combine_dtype", self.combine_dtype, "'float32' or 'tokens'", "use 'float32'")
+
+
+def _require(holds: bool, what: str, got: object, allowed: str, remedy: str) -> None:
+    if not holds:
+        raise ConfigError(f"DispatchPolicy.{what}", got=got, allowed=allowed, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One MoE layer on one rank, in integers."""
+
+    num_tokens: int  # N, the most that a rank holds
+    num_choices: int  # k
+    num_experts: int  # E
+    num_ranks: int  # E_p
+    hidden: int  # H
+    width: int  # I
+    row_bytes: int  # of an activation element
+    expert_elements: int  # of one expert, biases included
+    weight_bytes: int  # of a weight element
+    overlap: bool = False  # one rank whose rows are packed and combined on a lane beside compute
+    tile_elements: int = TILE_ELEMENTS["cpu"]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of an element of a sum: float32, or float64 for float64 rows."""
+        return max(4, self.row_bytes)
+
+    @property
+    def num_native(self) -> int:
+        return self.num_experts // self.num_ranks
+
+
+def chunk_tokens(policy: DispatchPolicy, layer: LayerShape) -> int:
+    """c: the most tokens of one source in a chunk, given directly, by the method's formula, or from bytes."""
+    if policy.chunk_tokens is not None:
+        return policy.chunk_tokens
+    if policy.micro_chunks is not None:
+        return max(1, math.ceil(layer.num_tokens / policy.micro_chunks))
+    per_row = sum(width for _, width in row_buffers(layer))
+    chunk_bytes = policy.chunk_bytes or DEFAULT_CHUNK_BYTES
+    rows = chunk_bytes // per_row - layer.num_ranks
+    if rows < layer.num_choices:
+        raise ConfigError(
+            "DispatchPolicy.chunk_bytes", got=format_bytes(chunk_bytes),
+            allowed=f"{format_bytes(per_row * (layer.num_choices + layer.num_ranks))} or more (one token a source)",
+            remedy="raise chunk_bytes",
+        )  # fmt: skip
+    return min(rows // layer.num_choices, max(1, layer.num_tokens))
+
+
+def row_buffers(layer: LayerShape) -> tuple[tuple[str, int], ...]:
+    """Buffers of the workspace and their bytes per row: x tokens, g output gradients, w route weights, h gate and up,
+    a weighted activations and da their gradient. `sent_`, `came_`: the wire's; `back_`, `home_`: the way back."""
+    wide, number = layer.hidden * layer.row_bytes, layer.sum_bytes
+    rows = (("x", wide), ("g", wide), ("w", number))
+    inner = layer.width * layer.row_bytes
+    math_buffers = (("h", 2 * inner), ("a", inner), ("da", inner), ("dw", number))
+    if layer.num_ranks > 1:
+        wire = tuple((f"{side}_{name}", width) for side in ("sent", "came") for name, width in rows)
+        back = tuple((f"{side}_{name}", width) for side in ("back", "home") for name, width in (("x", wide), ("w", number)))
+        return (*rows, *math_buffers, *wire, *back)
+    second = tuple((f"{name}2", width) for name, width in (*rows, ("dw", number))) if layer.overlap else ()
+    return (*rows, *math_buffers, *second)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one layer's dispatch in backward, beyond its inputs; `peak_bytes` is their sum."""
+
+    workspace: int  # row buffers at the bound, allocated once, shared by all layers
+    spill: int  # foreign weights, their gradients and receive slots, allocated once, shared by all layers
+    output: int  # the layer's output, which the caller holds, and the upstream gradient
+    token_gradients: int
+    weight_gradients: int
+    gradient_sums: int  # float32 sums of gradients that are narrower: of the experts in flight, and of the tokens
+    route_gradients: int
+    row_order: int  # from forward to backward
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(vars(self).values())
+
+
+def cost(layer: LayerShape, policy: DispatchPolicy) -> Cost:
+    """Every tensor of the backward, by name. Only `workspace` depends on c, and nothing on routing.
+
+    Sums of narrower weight gradients: an expert holds one from its first chunk to its last. With one rank at most one
+    expert crosses a chunk's edge; with several, sources stand at different experts, so the bound is all natives.
+    """
+    narrow = layer.row_bytes < layer.sum_bytes
+    tokens = layer.num_tokens * layer.hidden
+    routes = layer.num_tokens * layer.num_choices
+    rows = chunk_tokens(policy, layer) * layer.num_choices + layer.num_ranks
+    expert_sum = layer.expert_elements * max(4, layer.weight_bytes)
+    in_flight = 1 if layer.num_ranks == 1 else layer.num_native
+    return Cost(
+        workspace=rows * sum(width for _, width in row_buffers(layer)),
+        spill=spill_bytes(layer, policy),
+        output=2 * tokens * layer.row_bytes,
+        token_gradients=tokens * layer.row_bytes,
+        weight_gradients=layer.num_native * layer.expert_elements * layer.weight_bytes,
+        gradient_sums=(tokens * layer.sum_bytes + in_flight * expert_sum) if narrow else 0,
+        route_gradients=routes * layer.sum_bytes,
+        row_order=routes * _ROUTE_BYTES,
+    )
+
+
+def spill_bytes(layer: LayerShape, policy: DispatchPolicy) -> int:
+    """Slots of foreign experts: weights, sums of their gradients, and as many slots where gradients come home."""
+    if layer.num_ranks == 1:
+        return 0
+    sums = max(4, layer.weight_bytes)
+    return policy.spill_slots * layer.expert_elements * (layer.weight_bytes + sums) + layer.expert_elements * sums
+
+
+def layer_of(shape: RunShape, *, on_accelerator: bool = True) -> LayerShape:
+    """The MoE layer of a run."""
+    model, dtypes = shape.model, shape.dtypes
+    biases = (2 * model.expert_width + model.hidden) if model.has_expert_bias else 0
+    return LayerShape(
+        num_tokens=shape.tokens_per_rank, num_choices=model.experts_per_token, num_experts=model.num_experts,
+        num_ranks=shape.mesh.expert, hidden=model.hidden, width=model.expert_width,
+        row_bytes=dtypes.activation_bytes, weight_bytes=dtypes.weight_bytes,
+        expert_elements=3 * model.hidden * model.expert_width + biases,
+        overlap=on_accelerator and shape.mesh.expert == 1,
+        tile_elements=TILE_ELEMENTS["accelerator" if on_accelerator else "cpu"],
+    )  # fmt: skip
+
+
+def plain_rows(layer: LayerShape, imbalance: float = 1.0) -> int:
+    """Routes on the fullest rank of plain expert parallelism; `imbalance` is its load over the mean."""
+    return math.ceil(layer.num_tokens * layer.num_choices * imbalance)
+
+
+def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
+    """Ledger entries of the dispatch peak of one MoE layer, forward and backward.
+
+    OFF gives the plain program's: one all-to-all, grouped GEMMs, everything route-shaped alive in the backward,
+    balanced routing. Its rows: packed, arrived, gate and up, activation, expert output, returned, weighted.
+    """
+    if not shape.model.num_moe_layers:
+        return ()
+    layer = layer_of(shape)
+    inside = frozenset({Moment.FORWARD, Moment.BACKWARD})
+    if isinstance(policy, Off):
+        return _plain_entries(layer, inside)
+    held = cost(layer, policy)
+    back = frozenset({Moment.BACKWARD})
+    always = frozenset(Moment)
+    tile = TILE_TENSORS * layer.tile_elements * 4
+    named = [
+        Entry("dispatch", "chunk workspace", held.workspace, always),
+        Entry("dispatch", "slots of foreign experts", held.spill, always),
+        Entry("dispatch", "float32 tile of the activation", tile, inside),
+        Entry("dispatch", "float32 sums of gradients", held.gradient_sums, back),
+        Entry("dispatch", "token gradients", held.token_gradients, back),
+        Entry("dispatch", "route-weight gradients", held.route_gradients, back),
+        Entry("dispatch", "combined output, float32", layer.num_tokens * layer.hidden * layer.sum_bytes,
+              frozenset({Moment.FORWARD})),
+        Entry("dispatch", "row order", held.row_order * shape.model.num_moe_layers, inside | {Moment.LOSS}),
+    ]  # fmt: skip
+    return tuple(named)
+
+
+def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry, ...]:
+    rows = plain_rows(layer)
+    wide, inner = rows * layer.hidden * layer.row_bytes, rows * layer.width * layer.row_bytes
+    forward = [
+        ("packed rows", wide), ("arrived rows", wide), ("gate and up", 2 * inner), ("activation", 2 * inner),
+        ("expert output", wide), ("returned rows", wide), ("weighted rows", wide),
+    ]  # fmt: skip
+    backward = [("gradient of returned rows", wide), ("gradient of expert output", wide), ("gradients inside", 2 * inner)]
+    return (
+        *(Entry("dispatch", name, size, inside) for name, size in forward),
+        *(Entry("dispatch", name, size, frozenset({Moment.BACKWARD})) for name, size in backward),
+    )
+
+
+def pays(shape: RunShape, machine: MachineShape) -> Verdict:
+    """On where dispatch is a peak: E >= 64 and k >= 2 with experts spread over ranks, or routed rows that matter."""
+    model = shape.model
+    if not model.num_moe_layers:
+        return Verdict(False, "the model has no experts")
+    layer = layer_of(shape)
+    plain = sum(entry.num_bytes for entry in entries(shape, OFF))
+    ours = sum(e.num_bytes for e in entries(shape, DispatchPolicy()) if Moment.BACKWARD in e.during)
+    share = plain / machine.device_memory_bytes
+    numbers = f"plain {format_bytes(plain)} a layer when balanced, {share:.0%} of the device; flat {format_bytes(ours)}"
+    if model.num_experts < 64 or model.experts_per_token < 2:
+        few = f"E {model.num_experts}, k {model.experts_per_token}: below E 64, k 2 the routed rows stay small; {numbers}"
+        return Verdict(plain > ours and share > 0.2, few)
+    if ours >= plain:
+        return Verdict(False, f"the workspace is no smaller than the routed rows it replaces: {numbers}")
+    spread = f"E_p {layer.num_ranks}, " if layer.num_ranks > 1 else ""
+    return Verdict(True, f"{spread}E {model.num_experts}, k {model.experts_per_token}: {numbers}")

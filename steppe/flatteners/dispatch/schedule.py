@@ -1,0 +1,252 @@
+"""Which rows travel in which chunk: plan in, row ranges out. Pure integers, the same on every rank.
+
+Note [runs and groups]
+A *run* is what one destination computes with one set of weights: group 0 is its natives, group g the g-th set of
+`spill_slots / 2` foreign experts (two sets, one in use, one filling). Each run has a range of chunks of its own,
+`[first_chunk, first_chunk + num_chunks)`, and every source's rows for the run are cut into that many contiguous parts.
+So a destination receives at most `rows / num_chunks + 1` rows of each source in a chunk, and an expert's rows lie in
+few neighbouring chunks: its gradient is complete early, and foreign weights are needed late.
+
+Note [row bound]
+`chunk_rows` = c*k. Receives: a run has `ceil(rows / chunk_rows)` chunks or more, so at most chunk_rows + E_p rows
+arrive. Sends: `chunks` grows until no source's rate (the sum over destinations of rows / num_chunks) is above
+chunk_rows, so at most chunk_rows + E_p rows leave. Neither depends on what the router did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steppe.flatteners.dispatch.plan import Ints, Plan
+
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of contiguous rows, chunk after chunk: `ranges[j]` lists chunk j's (start, length)."""
+
+    start: Ints
+    length: Ints
+    edges: Ints  # [n + 1]
+
+    def __getitem__(self, chunk: int) -> list[tuple[int, int]]:
+        part = slice(self.edges[chunk], self.edges[chunk + 1])
+        return list(zip(self.start[part].tolist(), self.length[part].tolist()))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All ranks' chunks. P pieces (of the plan), Q runs, n chunks; see Note [runs and groups]."""
+
+    plan: Plan
+    rows: Ints  # [E_p, P] rows of each piece at each source
+    run: Ints  # [P] the run of each piece
+    run_dest: Ints  # [Q]
+    run_rows: Ints  # [E_p, Q]
+    first_chunk: Ints  # [Q]
+    num_chunks: Ints  # [Q]
+    chunks: int  # n
+    chunk_rows: int  # c*k
+
+    @property
+    def row_bound(self) -> int:
+        """No rank sends or receives more rows in a chunk."""
+        return self.chunk_rows + self.plan.num_ranks
+
+
+def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) -> Layout:
+    """Cut the plan into chunks of at most `chunk_rows + E_p` rows sent and received by any rank."""
+    rows = _rows_by_source(counts, plan)
+    starts, run, run_dest = _runs_of_pieces(plan, spill_slots // 2)
+    run_rows = np.add.reduceat(rows, starts, axis=1)
+    arrivals = run_rows.sum(axis=0)
+    needed = -(-arrivals // chunk_rows)
+    per_dest = _sum_by(run_dest, needed, plan.num_ranks)
+    chunks = max(1, int(per_dest.max()), -(-int(counts.sum(axis=1).max()) // chunk_rows))
+    while True:
+        num_chunks = _hand_out(needed, arrivals, run_dest, chunks)
+        first = _exclusive_within(num_chunks, run_dest)
+        if _highest_send_rate(run_rows, first, num_chunks, chunks) <= chunk_rows * (1 + 1e-12):
+            return Layout(plan, rows, run, run_dest, run_rows, first, num_chunks, chunks, chunk_rows)
+        chunks += max(1, chunks // 8)
+
+
+def _rows_by_source(counts: Ints, plan: Plan) -> Ints:
+    """Rows of each piece at each source [E_p, P]: the overlap of the piece with the source's part of the global order."""
+    edges = np.zeros((plan.num_ranks + 1, plan.num_experts), np.int64)
+    np.cumsum(counts, axis=0, out=edges[1:])
+    inside = np.take(edges, plan.expert, axis=1)
+    np.minimum(np.maximum(inside, plan.start, out=inside), plan.stop, out=inside)
+    overlap: Ints = inside[1:] - inside[:-1]
+    return overlap
+
+
+def _runs_of_pieces(plan: Plan, half: int) -> tuple[Ints, Ints, Ints]:
+    """First piece of each run, run of each piece, destination of each run."""
+    foreign = plan.owner != plan.dest
+    index = np.arange(len(foreign))
+    dest_start = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
+    nth_foreign = index - dest_start[plan.dest] - plan.num_native
+    opens = np.where(foreign, nth_foreign % half == 0, index == dest_start[plan.dest])
+    starts = np.flatnonzero(opens)
+    return starts, opens.cumsum() - 1, plan.dest[starts]
+
+
+def _hand_out(needed: Ints, arrivals: Ints, run_dest: Ints, chunks: int) -> Ints:
+    """Chunks of each run: what it needs, spare ones one by one to the run with most rows a chunk (ties: first)."""
+    starts = np.searchsorted(run_dest, np.arange(int(run_dest[-1]) + 1))
+    num_runs = np.diff(np.append(starts, len(run_dest)))
+    spare = chunks - np.add.reduceat(needed, starts)
+    num_chunks = needed.copy()
+    alone = num_runs == 1
+    num_chunks[starts[alone]] = chunks
+    several = np.flatnonzero(~alone & (spare > 0))
+    if not len(several):
+        return num_chunks
+    index = np.minimum(starts[several, None] + np.arange(num_runs.max()), len(run_dest) - 1)
+    present = np.arange(num_runs.max()) < num_runs[several, None]
+    rows = np.where(present & (arrivals[index] > 0), arrivals[index], -1)
+    rows[:, 0] = np.where((rows < 0).all(axis=1), 0, rows[:, 0])  # a destination without rows: all to its natives
+    for left in range(int(spare.max()), 0, -1):
+        needy = np.flatnonzero(spare[several] >= left)
+        fullest = (rows[needy] / np.maximum(num_chunks[index[needy]], 1)).argmax(axis=1)
+        num_chunks[index[needy, fullest]] += 1
+    return num_chunks
+
+
+def _highest_send_rate(run_rows: Ints, first: Ints, num_chunks: Ints, chunks: int) -> float:
+    """The most rows that any source sends in any chunk, before rounding to whole rows."""
+    index = np.arange(chunks)[:, None]
+    active = (index >= first) & (index < first + num_chunks)
+    rate = run_rows / np.maximum(num_chunks, 1)
+    return float((active.astype(np.float64) @ rate.T).max())
+
+
+@dataclass(frozen=True)
+class Sends:
+    """One source's side. `runs[j]` are ranges of its own routes in (expert, choice, token) order, in packing order."""
+
+    runs: Ranges
+    splits: list[list[int]]  # [n][E_p] rows for each destination
+
+
+@dataclass(frozen=True)
+class Receives:
+    """One destination's side. Arrivals lie in (source, expert) order, grouped rows in (expert, source) order."""
+
+    splits: list[list[int]]  # [n][E_p] rows from each source
+    group: list[int]  # [n] which set of weights computes the chunk, 0 for the natives
+    experts: list[list[tuple[int, int, int]]]  # [n] (place in the group, first row, end row) of the grouped rows
+    gather: Ranges  # ranges of arrivals that make up the grouped rows
+    scatter: Ranges  # ranges of grouped rows that make up the arrivals' order
+    foreign: list[list[int]]  # [groups] ids of the experts of each group; the natives' list is empty
+    group_chunks: list[tuple[int, int]]  # [groups] first chunk and end chunk
+
+
+def send_tables(counts: Ints, layout: Layout, rank: int) -> Sends:
+    """`rank`'s own row: which of its routes leave in which chunk, and for whom."""
+    plan, rows = layout.plan, layout.rows[rank]
+    cut = _cut(rows[None], layout, layout.run, layout.run_rows[rank][None], slice(None))[0]
+    length = np.diff(cut, axis=1).T  # [n, P]
+    own_start = counts[:rank].sum(axis=0)[plan.expert]
+    order_start = (counts[rank].cumsum() - counts[rank])[plan.expert] + np.maximum(plan.start - own_start, 0)
+    runs = _merge(order_start + cut[:, :-1].T, length)
+    dests = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
+    return Sends(runs, np.add.reduceat(length, dests, axis=1).tolist())
+
+
+def receive_tables(layout: Layout, rank: int) -> Receives:
+    """`rank`'s own column: what arrives in which chunk, and where it goes."""
+    plan = layout.plan
+    mine = slice(*np.searchsorted(plan.dest, [rank, rank + 1]))
+    runs = np.flatnonzero(layout.run_dest == rank)
+    cut = _cut(layout.rows[:, mine], layout, layout.run[mine], layout.run_rows, runs)
+    length = np.ascontiguousarray(np.diff(cut, axis=2).transpose(2, 0, 1))  # [n, E_p, P_own]
+    by_expert = length.transpose(0, 2, 1)
+    gather = _merge(_exclusive(length).transpose(0, 2, 1), by_expert)
+    scatter = _merge(_exclusive(by_expert).transpose(0, 2, 1), length)
+    first = np.searchsorted(layout.run[mine], runs)
+    chunks = list(zip(layout.first_chunk[runs].tolist(), (layout.first_chunk + layout.num_chunks)[runs].tolist()))
+    group = [g for g, (start, stop) in enumerate(chunks) for _ in range(stop - start)]
+    ids = np.split(plan.expert[mine], first[1:])
+    return Receives(
+        splits=length.sum(axis=2).tolist(),
+        group=group,
+        experts=_experts_of_chunks(length.sum(axis=1), group, first),
+        gather=gather,
+        scatter=scatter,
+        foreign=[[], *(part.tolist() for part in ids[1:])],
+        group_chunks=chunks,
+    )
+
+
+def choice_sizes(counts_by_choice: Ints, layout: Layout, rank: int, sends: Sends) -> list[list[int]]:
+    """Rows of each choice in each of `rank`'s chunks [n][k], from its own [E, k] counts."""
+    edges = np.append(0, counts_by_choice.reshape(-1).cumsum())  # routes in (expert, choice, token) order
+    num_choices = counts_by_choice.shape[1]
+    sizes = np.zeros((layout.chunks, num_choices), np.int64)
+    for chunk in range(layout.chunks):
+        for start, length in sends.runs[chunk]:
+            inside = np.clip(edges, start, start + length)
+            sizes[chunk] += np.diff(inside).reshape(-1, num_choices).sum(axis=0)
+    return sizes.tolist()
+
+
+def _cut(rows: Ints, layout: Layout, run: Ints, run_rows: Ints, runs: slice | NDArray[np.intp]) -> Ints:
+    """Rows of each piece that lie before each chunk [S, P, n + 1], from the rows of pieces [S, P] and runs [S, Q]."""
+    place = np.arange(layout.chunks + 1)[None, :] - layout.first_chunk[runs, None]
+    count = layout.num_chunks[runs, None]
+    edges = run_rows[:, runs, None] * np.clip(place, 0, count) // np.maximum(count, 1)  # [S, Q, n + 1]
+    before = _exclusive_within(rows, run)
+    first = int(run[0])
+    inside: Ints = edges[:, run - first] - before[:, :, None]
+    return np.clip(inside, 0, rows[:, :, None], out=inside)
+
+
+def _experts_of_chunks(length: Ints, group: list[int], first: Ints) -> list[list[tuple[int, int, int]]]:
+    """(place in its group, first row, end row) of every expert with rows in each chunk, from rows [n, P_own]."""
+    stop = length.cumsum(axis=1)
+    chunk, piece = np.nonzero(length)
+    place = piece - first[np.asarray(group)[chunk]]
+    table: list[list[tuple[int, int, int]]] = [[] for _ in group]
+    ends = stop[chunk, piece]
+    for j, p, a, b in zip(chunk.tolist(), place.tolist(), (ends - length[chunk, piece]).tolist(), ends.tolist()):
+        table[j].append((p, a, b))
+    return table
+
+
+def _merge(start: Ints, length: Ints) -> Ranges:
+    """The non-empty (start, length) of each chunk in order, neighbours that touch made one. Inputs are [n, ...]."""
+    chunks = len(length)
+    flat = length.reshape(chunks, -1)
+    chunk, at = np.nonzero(flat)
+    begin, rows = start.reshape(chunks, -1)[chunk, at], flat[chunk, at]
+    opens = np.ones(len(chunk), bool)
+    opens[1:] = (begin[1:] != begin[:-1] + rows[:-1]) | (chunk[1:] != chunk[:-1])
+    heads = np.flatnonzero(opens)
+    total = np.add.reduceat(rows, heads) if len(heads) else rows
+    return Ranges(begin[heads], total, np.searchsorted(chunk[heads], np.arange(chunks + 1)))
+
+
+def _exclusive(length: Ints) -> Ints:
+    """Rows before each entry within its chunk, in the entries' own order; [n, ...] in and out."""
+    flat = length.reshape(len(length), -1)
+    before: Ints = flat.cumsum(axis=1) - flat
+    return before.reshape(length.shape)
+
+
+def _exclusive_within(values: Ints, keys: Ints) -> Ints:
+    """Exclusive sums along the last axis, restarted where the (sorted) key changes."""
+    before = values.cumsum(axis=-1) - values
+    heads = np.searchsorted(keys, keys)
+    restarted: Ints = before - before[..., heads]
+    return restarted
+
+
+def _sum_by(keys: Ints, values: Ints, length: int) -> Ints:
+    """Sums of `values` by sorted key; every key occurs."""
+    sums: Ints = np.add.reduceat(values, np.searchsorted(keys, np.arange(length)))
+    return sums

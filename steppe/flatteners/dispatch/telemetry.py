@@ -1,0 +1,121 @@
+"""What one layer's dispatch did, and what that says about the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steppe.flatteners.dispatch.plan import Ints
+from steppe.flatteners.dispatch.schedule import Layout
+
+
+@dataclass
+class LayerStats:
+    """Figures of the last planned pass of one layer, sums over all passes, and checks that came out."""
+
+    layer: str = ""
+    forwards: int = 0
+    backwards: int = 0
+    recomputes: int = 0
+    flipped: int = 0  # recomputes whose router chose other experts
+    chunks: int = 0
+    chunk_rows: int = 0
+    rows: int = 0
+    most_tokens: int = 0
+    load_before: float = 1.0  # max / mean over ranks
+    load_after: float = 1.0
+    transfers: int = 0
+    foreign: int = 0  # foreign experts on this rank
+    exchange_ms: float = 0.0
+    compute_ms: float = 0.0
+    compute_flops: int = 0
+
+
+@dataclass
+class Telemetry:
+    """Collects `LayerStats`, and global counts [E] of routes while `counting` (for the routers' bias)."""
+
+    layer: str = "experts"
+    counting: bool = True
+    stats: LayerStats = field(default_factory=LayerStats)
+    exchange_s: float = 0.0
+    compute_s: float = 0.0
+    counts: Ints | None = None
+    taps: int = 0
+    _flips: torch.Tensor | None = None
+
+    def planned(self, counts: Ints, layout: Layout, rank: int) -> None:
+        """A forward was planned from global counts [E_p, E]."""
+        stats, plan = self.stats, layout.plan
+        stats.forwards += 1
+        stats.chunks, stats.chunk_rows, stats.rows = layout.chunks, layout.chunk_rows, int(counts[rank].sum())
+        stats.most_tokens = int(counts.sum(axis=1).max())
+        mean = max(1.0, counts.sum() / plan.num_ranks)
+        stats.load_before = float(counts.sum(axis=0).reshape(plan.num_ranks, -1).sum(axis=1).max() / mean)
+        stats.load_after = float(plan.loads().max() / mean)
+        stats.transfers = plan.num_transfers
+        stats.foreign = int(((plan.dest == rank) & (plan.owner != rank)).sum())
+        if self.counting:
+            total = counts.sum(axis=0)
+            self.counts = total if self.counts is None else self.counts + total
+
+    def replayed(self, flipped: torch.Tensor) -> None:
+        """A backward ran; `flipped` (0-d bool, on the device) says whether the recompute's expert ids differ."""
+        self.stats.backwards += 1
+        flip = flipped.to(torch.int32)
+        self._flips = flip if self._flips is None else self._flips + flip
+
+    def take_counts(self) -> Ints | None:
+        """Counts since the last call."""
+        counts, self.counts = self.counts, None
+        return counts
+
+    def read(self) -> LayerStats:
+        """The stats now; reads one number from the device."""
+        stats = self.stats
+        stats.layer, stats.recomputes = self.layer, max(0, self.taps - stats.forwards)
+        stats.flipped = 0 if self._flips is None else int(self._flips)
+        stats.exchange_ms, stats.compute_ms = 1e3 * self.exchange_s, 1e3 * self.compute_s
+        return stats
+
+
+def diagnose(stats: dict[str, Any]) -> tuple[str, ...]:
+    """Failure signals, in words with numbers: a cap too small or too large, spilling that does not help, ties."""
+    found: list[str] = []
+    for layer in stats["layers"]:
+        found += _cap_signals(layer, stats["num_ranks"])
+        if layer.transfers and layer.load_after > 0.95 * layer.load_before:
+            found.append(
+                f"{layer.layer}: {layer.transfers} spilled experts brought max/mean load from {layer.load_before:.2f} "
+                f"only to {layer.load_after:.2f}: lower max_load, or raise switch_ratio so that they stay home"
+            )
+        if layer.flipped:
+            found.append(
+                f"{layer.layer}: {layer.flipped} recomputes chose other experts than the forward: the router's gradient "
+                "is wrong there. Ties of top-k are pinned under SCO's checkpoint only"
+            )
+        elif layer.recomputes and not stats["ties_pinned"]:
+            found.append(
+                f"{layer.layer}: the router ran again in {layer.recomputes} recomputes of a checkpoint that is not SCO's:"
+                " ties of top-k can't be pinned there (none was broken the other way so far)"
+            )
+    return tuple(found)
+
+
+def _cap_signals(layer: LayerStats, num_ranks: int) -> list[str]:
+    found = []
+    if num_ranks > 1 and layer.exchange_ms > layer.compute_ms > 0:
+        found.append(
+            f"{layer.layer}: waiting for the exchange took {layer.exchange_ms:.0f} ms, the experts {layer.compute_ms:.0f} "
+            f"ms: the cap of {layer.chunk_rows} rows is too small to hide it, or the link too slow; raise chunk_tokens"
+        )
+    if layer.forwards and layer.chunk_rows >= layer.most_tokens > 0:
+        found.append(
+            f"{layer.layer}: the cap of {layer.chunk_rows} rows is no smaller than the {layer.most_tokens} routes of a "
+            "rank: everything is one chunk and nothing is flattened; lower chunk_tokens"
+        )
+    return found
+
+
