@@ -1,0 +1,72 @@
+"""torch.compile inside the checkpoint: attention and norms of each block, or the block's function.
+
+Outside of the checkpoint Dynamo meets saved-tensor hooks and gives the whole frame up, silently; inside there is no
+graph break at attention and norms. Graphs are counted, so that a run that compiled nothing can say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from steppe.core.errors import ConfigError
+from steppe.flatteners.boundary.budget import BoundaryPolicy
+
+_ATTENTION = ("attn", "attention")
+
+
+class Compiler:
+    """Compiles what the policy says and counts the graphs. Exactness: reordered against eager."""
+
+    def __init__(self, policy: BoundaryPolicy) -> None:
+        self.mode = policy.compile
+        self.graphs = 0
+        self._backend = policy.compile_backend
+        self._parts: list[nn.Module] = []
+        self._blocks: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """The policy's backend, counted."""
+        self.graphs += 1
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
+        return compiled
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Compile attention and norms of each block in place. Raises ConfigError when a block has neither."""
+        if self.mode != "parts":
+            return
+        for block in blocks:
+            parts = [child for name, child in block.named_children() if _is_dense_part(name, child)]
+            if not parts:
+                raise ConfigError(
+                    "boundary compile", got=f"parts, but {type(block).__name__} has no attention or norm",
+                    allowed='blocks with children named "...attn" or of a Norm class', remedy='use compile="block"',
+                )  # fmt: skip
+            for part in parts:
+                part.compile(backend=self.backend)
+            self._parts += parts
+
+    def detach(self) -> None:
+        for part in self._parts:
+            part._compiled_call_impl = None
+        self._parts.clear()
+        self._blocks.clear()
+
+    def of_block(self, module: nn.Module | None, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, compiled once per module where whole blocks are compiled."""
+        if self.mode != "block" or module is None:
+            return fn
+        if isinstance(fn, partial):  # Hugging Face hands in partial(forward, block, **keywords)
+            return partial(self.of_block(module, fn.func), *fn.args, **fn.keywords)
+        if module not in self._blocks:
+            self._blocks[module] = torch.compile(fn, backend=self.backend)
+        return self._blocks[module]
+
+
+def _is_dense_part(name: str, child: nn.Module) -> bool:
+    return any(word in name.lower() for word in _ATTENTION) or type(child).__name__.endswith("Norm")
