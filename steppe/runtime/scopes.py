@@ -5,16 +5,18 @@ backward shall be charged too, `fresh` for a recompute that happens to start ins
 Meter nobody reads the stack and the cost is a list append.
 
 Note [Labels of a backward]
-A `with` block around a forward says nothing about the tensors which its backward makes. `region` therefore puts one
-identity autograd Function on the outputs, whose backward opens the label, and one on the inputs, whose backward closes
-it. A backward that fails in between never reaches the closing one; what it left is dropped as soon as the stack is
-looked at outside of any backward, so a failure can't colour what comes after it.
+A `with` block around a forward says nothing about the tensors which its backward makes. `region` therefore hooks the
+graph: the node of an output, which is the first of the region's to run backward, opens the label; the node of a view
+taken of each input closes it. The engine runs the youngest node that is ready, so when the first of these views has its
+turn, everything made after it is done. Views and not Functions of our own: in-place operators on inputs and results
+work as before, and no gradient lives longer. A backward that fails in between never reaches the closing node; what it
+left is dropped as soon as the stack is looked at outside of any backward, so a failure can't colour what comes after.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -88,7 +90,7 @@ def fresh() -> label:
 def region(name: str, fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """`fn` with its forward and its backward charged to `name`; arguments and results may be any pytree of tensors.
 
-    Peak: unchanged (nothing is saved; the gradients of the inputs are handed on together, when the last one is there).
+    Peak: unchanged.
     Exactness: bitwise; gradients that were None stay None.
     """
 
@@ -98,8 +100,10 @@ def region(name: str, fn: Callable[_P, _R]) -> Callable[_P, _R]:
             if not torch.is_grad_enabled():
                 return fn(*args, **kwargs)
             span = _Span(name)
-            (args, kwargs) = _through(_Close, span, (args, kwargs))  # type: ignore[assignment]
-            return _through(_Open, span, fn(*args, **kwargs))  # type: ignore[no-any-return]
+            args, kwargs = _from_views(span, (args, kwargs))
+            out = fn(*args, **kwargs)
+            _open_at(span, out)
+            return out
 
     return charged
 
@@ -111,11 +115,12 @@ class _Span:
         self.name = name
         self.opened: _Frame | None = None
 
-    def open(self) -> None:
-        self.opened = _Frame(self.name, _current_backward())
-        _thread.frames.append(self.opened)
+    def open(self, *_: Any) -> None:
+        if not any(frame is self.opened for frame in _frames()):
+            self.opened = _Frame(self.name, _current_backward())
+            _thread.frames.append(self.opened)
 
-    def close(self) -> None:
+    def close(self, *_: Any) -> None:
         frames = _thread.frames
         for depth in reversed(range(len(frames))):
             if frames[depth] is self.opened:
@@ -124,43 +129,22 @@ class _Span:
         self.opened = None
 
 
-class _Open(torch.autograd.Function):
-    """Identity on a region's outputs; its backward is the first of the region's to run."""
-
-    @staticmethod
-    def forward(ctx: Any, span: _Span, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.span = span
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.span.open()
-        return None, *grads
+def _from_views(span: _Span, tree: Any) -> Any:
+    """`tree` with every tensor that takes part in the backward replaced by a view whose node closes the span."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: _closing_view(span, tensor), tree)
 
 
-class _Close(torch.autograd.Function):
-    """Identity on a region's inputs; its backward is the last of the region's to run."""
-
-    @staticmethod
-    def forward(ctx: Any, span: _Span, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.span = span
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.span.close()
-        return None, *grads
+def _closing_view(span: _Span, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    view = tensor.view_as(tensor)
+    assert view.grad_fn is not None
+    view.grad_fn.register_hook(span.close)
+    return view
 
 
-def _through(gate: type[_Open] | type[_Close], span: _Span, tree: Any) -> Any:
-    """`tree` with every tensor that takes part in the backward passed through `gate`, all in one node."""
-    leaves, spec = pytree.tree_flatten(tree)
-    picked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not picked:
-        return tree
-    passed: Sequence[torch.Tensor] = gate.apply(span, *(leaves[i] for i in picked))
-    for i, tensor in zip(picked, passed, strict=True):
-        leaves[i] = tensor
-    return pytree.tree_unflatten(leaves, spec)
+def _open_at(span: _Span, tree: Any) -> None:
+    """Let the nodes of a region's results open the span, whichever is first."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(span.open)

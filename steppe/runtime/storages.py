@@ -190,7 +190,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+            yield from _parts(part)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

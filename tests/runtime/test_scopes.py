@@ -112,6 +112,36 @@ def test_a_region_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(plain, charged, strict=True))
 
 
+def test_results_and_inputs_may_be_changed_in_place_as_without_the_region():
+    def fn(x):
+        x.mul_(3.0)
+        return x * 2.0
+
+    def grad(fn):
+        x = torch.full((3,), 0.1, requires_grad=True)
+        out = fn(x * 1.0)
+        out += 1.0
+        out.log().sum().backward()
+        return x.grad
+
+    assert torch.equal(grad(fn), grad(scopes.region("vocab", fn)))
+
+
+def test_a_parameter_reaches_the_function_as_it_is():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert scopes.region("vocab", lambda p: p is parameter)(parameter)
+
+
+def test_an_input_used_beside_the_region_closes_it_all_the_same():
+    notes: list = []
+    x = Seen.apply(leaf(), notes, "before")
+    beside = Seen.apply(x, notes, "beside")
+    inside = scopes.region("vocab", lambda x: Seen.apply(x, notes, "inside"))(x)
+    (inside + beside).sum().backward()
+    backward = [(name, owner) for name, direction, owner in notes if direction == "backward"]
+    assert backward == [("inside", "vocab"), ("beside", "other"), ("before", "other")]
+
+
 def test_a_region_without_grad_is_a_label_only():
     notes: list = []
     with torch.no_grad():

@@ -1,0 +1,180 @@
+"""Untouched models: their attention, experts, router, head and boundaries are charged to the right peaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from steppe.runtime import scopes
+from steppe.runtime.allocator import allocator_peak
+from steppe.runtime.attribution import attribute
+from steppe.runtime.meter import Meter
+from tests.support.float64 import FAMILIES, toy_model
+from tests.support.peaks import assert_peak
+
+LAYERS, HIDDEN, VOCAB, BATCH, LENGTH = 4, 64, 1024, 2, 64
+TOKENS = BATCH * LENGTH
+BOUNDARY = TOKENS * HIDDEN * 4
+
+
+def family_model(family: str) -> nn.Module:
+    model = toy_model(family, num_hidden_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB)
+    model.train()
+    model.activation_checkpointing_enable()
+    return model
+
+
+def token_ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def forwards_of(model: nn.Module) -> list[dict]:
+    return [dict(vars(module)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_recognised_and_charged(family):
+    model, ids = family_model(family), token_ids()
+    handle = attribute(model)
+    dense = 1 if family in ("glm4_moe", "deepseek_v3") else 0  # their first layer has no experts
+    counts = {owner: len(names) for owner, names in handle.found.items()}
+    assert counts["boundary"] == counts["attention"] == LAYERS
+    assert counts["dispatch"] == LAYERS - dense
+    assert counts["vocab"] == 2
+    with Meter(model) as meter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    peaks = meter.ledger().peaks
+    assert_peak(peaks["boundary"], LAYERS * BOUNDARY, 0, "boundaries are nothing else")
+    assert_peak(peaks["vocab"], 3 * TOKENS * VOCAB * 4, 4096, "scalars of the mean")
+    assert peaks["attention"] > 0
+    assert peaks["router"] > 0
+    assert peaks["dispatch"] > TOKENS * HIDDEN * 4  # the experts' output alone is that
+
+
+def test_a_foreign_model_keeps_its_bits_and_its_forwards():
+    ids = token_ids()
+    plain, charged = family_model("qwen3_moe"), family_model("qwen3_moe")
+    before = forwards_of(charged)
+    handle = attribute(charged)
+    losses = []
+    for model in (plain, charged):
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
+    handle.remove()
+    assert torch.equal(*losses)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), charged.parameters(), strict=True))
+    charged.zero_grad()
+    assert forwards_of(charged) == before
+
+
+def test_the_auxiliary_loss_of_the_router_is_charged_to_it():
+    model, ids = family_model("qwen3_moe"), token_ids()
+    handle = attribute(model)
+    assert "load_balancing_loss_func" in handle.found["router"]
+    with Meter(model) as meter:
+        model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True).loss.backward()
+    handle.remove()
+    logits = LAYERS * TOKENS * 8 * 4
+    assert_peak(meter.ledger().peaks["router"], 2 * logits, logits + 4096, "logits and softmax of all layers, gradient")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(torch.tanh(x + self.attention(x)))
+
+
+class Plain(nn.Module):
+    """A model of nobody's library, checkpointed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.lm_head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.lm_head(x)
+
+
+def test_a_plain_model_is_charged_by_place_and_its_loss_by_a_region():
+    model, ids = Plain(), token_ids().flatten()
+    handle = attribute(model)
+    assert {owner: len(names) for owner, names in handle.found.items()} == {
+        "boundary": LAYERS, "attention": LAYERS, "vocab": 1,
+    }  # fmt: skip
+    with Meter(model) as meter:
+        scopes.region("vocab", F.cross_entropy)(model(ids), ids).backward()
+    peaks = meter.ledger().peaks
+    assert_peak(peaks["boundary"], LAYERS * BOUNDARY, 0, "boundaries are nothing else")
+    # the logits live as long as the caller's frame: one N x V more
+    assert_peak(peaks["vocab"], 3 * TOKENS * VOCAB * 4, TOKENS * VOCAB * 4 + 4096, "logits held by the caller")
+
+
+def test_a_recompute_is_charged_to_its_own_owners():
+    """The tail of a checkpointed block starts the recompute: the attention before it is not the tail's."""
+
+    class Block(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scopes.region("dispatch", lambda y: torch.tanh(self.mlp(y)))(x + self.attention(x))
+
+    model = Plain()
+    model.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+    handle = attribute(model)
+    with Meter(model) as meter:
+        model(token_ids().flatten()).sum().backward()
+    handle.remove()
+    # mlp's output, tanh's output and their gradients: qkv's three would show
+    assert meter.ledger().peaks["dispatch"] <= 4 * BOUNDARY
+
+
+def test_a_compiled_module_stays_compiled():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    model, ids = Plain(), token_ids().flatten()
+    for layer in model.layers:
+        layer.attention.compile(backend=backend)
+    handle = attribute(model)
+    with Meter(model) as meter:
+        model(ids).sum().backward()
+    handle.remove()
+    assert calls
+    assert meter.ledger().peaks["attention"] > 0
+
+
+def test_attribution_costs_no_memory():
+    def peak(attributed: bool) -> int:
+        model, ids = Plain(), token_ids().flatten()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        handle = attribute(model) if attributed else None
+        found = allocator_peak(lambda: F.cross_entropy(model(ids), ids).backward())
+        if handle is not None:
+            handle.remove()
+        return found.peak_bytes
+
+    assert peak(True) == peak(False)
