@@ -72,7 +72,7 @@ class Routes:
     def chunk(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token and choice of every row this rank packs for a chunk, int32."""
         parts = [self.order[start : start + length] for start, length in self.sends.runs[index]]
-        route = torch.cat(parts) if len(parts) != 1 else parts[0]
+        route = parts[0] if len(parts) == 1 else torch.cat([self.order[:0], *parts])
         choice = torch.div(route, max(1, self.layer.num_tokens), rounding_mode="floor")
         return route - choice * self.layer.num_tokens, choice
 
