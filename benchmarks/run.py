@@ -2,7 +2,7 @@
 
 A case is a module `case_<name>.py` with `TESTS` (its tests; a case refuses to print a speed while they are red) and
 `rows(quick)`, which yields dictionaries. Rows go to `benchmarks/rows/<name>.jsonl` with date, commit and machine.
-`--tables` writes the last row of every case and label into the tables of the docs.
+`python -m benchmarks.tables` writes the newest rows into docs/benchmarks.md.
 """
 
 from __future__ import annotations
