@@ -1,0 +1,259 @@
+"""Checkpoints: bitwise resume, any number of ranks, and every kind of damage refused with the way back."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from steppe.core.errors import CheckpointError
+from steppe.training import checkpoint
+from steppe.training.config import RunConfig
+from steppe.training.export import export, shard_plan
+from steppe.training.launch import run
+from steppe.training.loop import Trainer
+from steppe.training.manifest import NAME, data_files
+from steppe.training.progress import Progress
+from tests.support.exactness import assert_bitwise
+from tests.support.ranks import run_ranks
+from tests.training.toys import toy_run
+
+QUIET = Progress(shown=False, steps=0)
+
+
+def train(rank: int, world: int, config: RunConfig) -> dict[str, torch.Tensor]:
+    """Train to the end (resuming what is there); returns the full weights and optimizer state."""
+    trainer = Trainer(config)
+    run(trainer, Path(config.output.dir), QUIET)
+    return {key: _full(value).clone() for key, value in checkpoint.state_of(trainer).items()}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _losses(config: RunConfig) -> list[tuple[int, str, str]]:
+    lines = (Path(config.output.dir) / "metrics.jsonl").read_text().splitlines()
+    return [(r["step"], r["loss_hex"], r["grad_norm_hex"]) for r in map(json.loads, lines)]
+
+
+def _dropout_run(folder: Path, **output: Any) -> RunConfig:
+    config = toy_run(folder, train={"micro_batches": 2, "steps": 6}, output={"dir": str(folder / "out"), **output})
+    return config.replace("model", shape={**config.model.shape, "attention_dropout": 0.1})
+
+
+def stop_early(rank: int, world: int, config: RunConfig, steps: int) -> None:
+    """What a killed run leaves: its checkpoints, and a metrics line for a step behind the last of them."""
+    trainer = Trainer(config)
+    output = Path(config.output.dir)
+    for _ in range(steps):
+        trainer.step()
+    checkpoint.save(trainer, output / "checkpoints", keep=config.output.keep)
+    if rank == 0:
+        (output / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": s}) + "\n" for s in range(steps + 2)) + '{"st'
+        )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(world: int, tmp_path: Path) -> None:
+    straight, broken = _dropout_run(tmp_path / "a"), _dropout_run(tmp_path / "b")
+    expected = run_ranks(train, world, straight)
+    run_ranks(stop_early, world, broken, 3)
+    found = run_ranks(train, world, broken)
+    for key, value in expected[0].items():
+        assert_bitwise(found[0][key], value, key)
+    lines = (Path(broken.output.dir) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(6)), "each step stands there once"
+    resumed = [(r["step"], r["loss_hex"]) for r in map(json.loads, lines) if "loss_hex" in r]
+    assert resumed == [(step, loss) for step, loss, _ in _losses(straight)][3:]
+
+
+def digest(rank: int, world: int, config: RunConfig) -> dict[str, torch.Tensor]:
+    trainer = Trainer(config)
+    checkpoint.load(trainer, checkpoint.committed(Path(config.output.dir) / "checkpoints")[-1])
+    assert trainer.rows_read() == 3 * 2 * 2, "the stream goes on behind the rows that two ranks have read"
+    state = {key: _full(value).clone() for key, value in checkpoint.state_of(trainer).items()}
+    trainer.step()
+    return state
+
+
+def test_weights_and_optimizer_state_are_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    config = _dropout_run(tmp_path)
+    run_ranks(stop_early, 2, config, 3)
+    states = {world: run_ranks(digest, world, config)[0] for world in (1, 2, 3)}
+    assert any(key.endswith("exp_avg_sq") for key in states[1])
+    assert states[1]["optim.model.norm.weight.step"] == 3
+    for world in (2, 3):
+        for key, value in states[1].items():
+            assert_bitwise(states[world][key], value, f"{key} on {world} ranks")
+
+
+def refusal(rank: int, world: int, config: RunConfig) -> tuple[str, bool]:
+    trainer = Trainer(config)
+    before = {key: value.clone() for key, value in checkpoint.state_of(trainer).items()}
+    with pytest.raises(CheckpointError) as refused:
+        run(trainer, Path(config.output.dir), QUIET)
+    after = checkpoint.state_of(trainer)
+    return str(refused.value), all(torch.equal(_full(before[k]), _full(after[k])) for k in before)
+
+
+def _saved_twice(rank: int, world: int, config: RunConfig) -> None:
+    trainer = Trainer(config)
+    for _ in range(2):
+        trainer.step()
+        checkpoint.save(trainer, Path(config.output.dir) / "checkpoints", keep=2)
+
+
+def _damage(kind: str, directory: Path) -> Path:
+    victim = data_files(directory)[-1] if kind != "manifest" else directory / NAME
+    body = bytearray(victim.read_bytes())
+    if kind == "missing":
+        victim.unlink()
+    elif kind == "truncated":
+        victim.write_bytes(body[: len(body) // 2])
+    else:
+        body[len(body) // 2] ^= 1
+        victim.write_bytes(body)
+    return victim
+
+
+@pytest.mark.parametrize("kind", ["flipped", "missing", "truncated", "manifest"])
+def test_a_damaged_checkpoint_is_refused_by_file_and_the_previous_one_offered(kind: str, tmp_path: Path) -> None:
+    config = toy_run(tmp_path)
+    run_ranks(_saved_twice, 2, config)
+    root = Path(config.output.dir) / "checkpoints"
+    victim = _damage(kind, root / "step-00000002")
+    for said, unchanged in run_ranks(refusal, 2, config):
+        assert str(victim) in said
+        assert 'output.resume = "step-00000001"' in said
+        assert unchanged, "nothing is loaded from a checkpoint that is refused"
+    run_ranks(train, 2, config.replace("output", resume="step-00000001"))
+    assert [p.name for p in checkpoint.committed(root)][-1] == "step-00000006"
+    assert (root / "abandoned-step-00000002").is_dir(), "what was left behind is set aside, not deleted"
+
+
+def test_keys_of_another_model_are_refused_both_ways(tmp_path: Path) -> None:
+    small, large = toy_run(tmp_path), toy_run(tmp_path)
+    large = large.replace("model", shape={**large.model.shape, "num_hidden_layers": 3})
+    wide = small.replace("model", shape={**small.model.shape, "vocab_size": 384})
+    run_ranks(_saved_twice, 2, large)
+    assert "with 'model.model.layers.2" in run_ranks(refusal, 2, small)[0][0]
+    run_ranks(_saved_twice, 2, small)
+    assert "without 'model.model.layers.2" in run_ranks(refusal, 2, large)[0][0]
+    assert "float32[320, 32]; allowed: float32[384, 32]" in run_ranks(refusal, 2, wide)[0][0]
+
+
+def test_a_run_with_other_data_or_another_seed_is_refused_by_the_field_that_differs(tmp_path: Path) -> None:
+    config = toy_run(tmp_path)
+    run_ranks(_saved_twice, 1, config)
+    assert "train.seed = 4" in run_ranks(refusal, 1, config.replace("train", seed=4))[0][0]
+    assert "data.seq_len = 16" in run_ranks(refusal, 1, config.replace("data", seq_len=16))[0][0]
+    (tmp_path / "texts" / "a.txt").write_text("another text, long enough for a row of tokens " * 20)
+    assert "data.tokens" in run_ranks(refusal, 1, config)[0][0]
+
+
+class FullDisk(dcp.FileSystemWriter):
+    """A disk that is full after the first rank has written."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            (Path(self.path) / "half").write_bytes(b"half a file")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write_data(plan, planner)
+
+
+def full_disk(rank: int, world: int, config: RunConfig) -> tuple[str, list[str], bool]:
+    trainer, root = Trainer(config), Path(config.output.dir) / "checkpoints"
+    trainer.step()
+    checkpoint.save(trainer, root, keep=2)
+    trainer.step()
+
+    def write(state: Any, directory: Path, group: Any) -> None:
+        dcp.save(state, storage_writer=FullDisk(directory), process_group=group)
+
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.save(trainer, root, keep=2, write=write)
+    names = sorted(p.name for p in root.iterdir())
+    loss = trainer.step().loss  # the run itself is whole
+    again = Trainer(config)
+    checkpoint.load(again, root / "step-00000001")
+    return str(refused.value), names, loss == loss and again.next_step == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays(world: int, tmp_path: Path) -> None:
+    for said, names, alive in run_ranks(full_disk, world, toy_run(tmp_path)):
+        assert "space for" in said
+        assert "step-00000001 is intact" in said
+        assert names == ["latest", "step-00000001"]
+        assert alive
+
+
+def too_small_a_disk(rank: int, world: int, config: RunConfig) -> str:
+    from collections import namedtuple
+
+    trainer, usage = Trainer(config), namedtuple("usage", "total used free")
+    real, checkpoint.shutil.disk_usage = checkpoint.shutil.disk_usage, lambda _: usage(10, 9, 1)
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            checkpoint.save(trainer, Path(config.output.dir) / "checkpoints", keep=2)
+    finally:
+        checkpoint.shutil.disk_usage = real
+    return str(refused.value)
+
+
+def test_a_disk_too_small_is_seen_before_a_byte_is_written(tmp_path: Path) -> None:
+    config = toy_run(tmp_path)
+    for said in run_ranks(too_small_a_disk, 2, config):
+        assert "1 B free" in said
+        assert "there is no earlier checkpoint" in said
+    assert not list((Path(config.output.dir) / "checkpoints").iterdir())
+
+
+def test_only_the_newest_checkpoints_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+    config = toy_run(tmp_path, output={"dir": str(tmp_path / "out"), "checkpoint_every": 1, "keep": 3})
+    run_ranks(train, 2, config)
+    root = Path(config.output.dir) / "checkpoints"
+    assert [p.name for p in checkpoint.committed(root)] == [f"step-0000000{n}" for n in (4, 5, 6)]
+    assert (root / "latest").read_text() == "step-00000006\n"
+    assert not list(root.glob(".*")), "no left-overs"
+
+
+def exported(rank: int, world: int, config: RunConfig, target: Path) -> dict[str, torch.Tensor]:
+    trainer = Trainer(config)
+    trainer.step()
+    export(trainer.model, target, trainer.group, tokenizer_file=trainer.store.tokenizer_file, shard_bytes=40_000)
+    return {name: _full(p).detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_an_export_loads_with_from_pretrained_and_trains_on(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    config = toy_run(tmp_path, family)
+    weights = run_ranks(exported, 2, config, tmp_path / "hf")[0]
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    for name, parameter in loaded.named_parameters():
+        assert_bitwise(parameter.detach(), weights[name], name)
+    assert PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))("flat").input_ids
+    onward = toy_run(tmp_path, model={"config": str(tmp_path / "hf"), "weights": str(tmp_path / "hf"), "shape": {}})
+    again = run_ranks(first_weights, 2, onward)[0]
+    for name, value in again.items():
+        assert_bitwise(value, weights[name], name)
+
+
+def first_weights(rank: int, world: int, config: RunConfig) -> dict[str, torch.Tensor]:
+    trainer = Trainer(config)
+    return {name: _full(p).detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_shards_hold_their_bytes_or_one_larger_tensor() -> None:
+    assert shard_plan({"a": 4, "b": 4, "c": 9, "d": 1}, 8) == [["a", "b"], ["c"], ["d"]]
+    assert shard_plan({}, 8) == []
