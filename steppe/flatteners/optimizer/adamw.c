@@ -19,7 +19,14 @@
 #define CLONES /* aarch64, musl, macOS: the baseline is vectorised anyway */
 #endif
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#define STREAM(to, from) _mm_stream_si128((__m128i *)(to), *(const __m128i *)(from))
+#define FENCE _mm_sfence
+#endif
+
 enum { F32, BF16, F16 };
+enum { GROUP = 64 }; /* elements that are stored together */
 enum { LANES = 32 }; /* partial sums of squares; part of the result's definition, as the block length is */
 
 typedef struct { float scale, decay, rate, one_b1, b2, one_b2, eps; } Step;
@@ -64,18 +71,34 @@ INLINE void store(void *x, int kind, int64_t i, float f) {
     else ((uint16_t *)x)[i] = kind == BF16 ? to_bfloat(f) : to_half(f);
 }
 
+INLINE float element(float *p, float *m, float *v, const void *g, int gk, int64_t i, const Step *s) {
+    float x = load(g, gk, i) * s->scale;
+    float a = m[i] + s->one_b1 * (x - m[i]);
+    float b = v[i] * s->b2 + (s->one_b2 * x) * x;
+    float w = p[i] * s->decay + (s->rate * a) / (sqrtf(b) + s->eps);
+    p[i] = w;
+    m[i] = a;
+    v[i] = b;
+    return w;
+}
+
+/* The output is written and not read again soon: where the machine can, its lines go past the cache, which saves
+ * reading them first (28 instead of 30 bytes of traffic for a 16-bit parameter). */
 INLINE void update(float *restrict p, float *restrict m, float *restrict v, const void *restrict g, int gk,
                    void *restrict out, int ok, int64_t n, Step s) {
-    for (int64_t i = 0; i < n; i++) {
-        float x = load(g, gk, i) * s.scale;
-        float a = m[i] + s.one_b1 * (x - m[i]);
-        float b = v[i] * s.b2 + (s.one_b2 * x) * x;
-        float w = p[i] * s.decay + (s.rate * a) / (sqrtf(b) + s.eps);
-        p[i] = w;
-        m[i] = a;
-        v[i] = b;
-        store(out, ok, i, w);
+    int64_t i = 0;
+#if defined(STREAM)
+    int64_t itemsize = ok == F32 ? 4 : 2;
+    if ((uintptr_t)out % 16 == 0) {
+        union { float f[GROUP]; uint16_t h[GROUP]; char bytes[GROUP * 4]; } line __attribute__((aligned(64)));
+        for (; i + GROUP <= n; i += GROUP) {
+            for (int64_t j = 0; j < GROUP; j++) store(&line, ok, j, element(p, m, v, g, gk, i + j, &s));
+            for (int64_t k = 0; k < GROUP * itemsize; k += 16) STREAM((char *)out + i * itemsize + k, line.bytes + k);
+        }
+        FENCE();
     }
+#endif
+    for (; i < n; i++) store(out, ok, i, element(p, m, v, g, gk, i, &s));
 }
 
 /* Returns 1 for an unknown pair of kinds. `g` and `out` may not overlap anything that is written. */

@@ -34,8 +34,15 @@ class Kernel(Protocol):
 
     name: str
 
-    def update(self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gradient: torch.Tensor,
-               parameter: torch.Tensor, step: Step) -> None:
+    def update(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        parameter: torch.Tensor,
+        step: Step,
+    ) -> None:
         """One AdamW step over equally long vectors; `parameter` is written, never read."""  # fmt: skip
 
     def add(self, total: torch.Tensor, gradient: torch.Tensor, *, fresh: bool) -> None:

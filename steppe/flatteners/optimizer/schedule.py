@@ -171,4 +171,57 @@ def by_node(cpus: Sequence[int], nodes: Sequence[Sequence[int]], streams: int) -
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """What gradients are multiplied with so that their norm stays within `max_norm`, as torch.nn.utils has it."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    if max_norm is None:
+        return 1.0
+    factor = max_norm / (norm + 1e-6)
+    return 1.0 if factor >= 1.0 else factor  # NaN stays NaN
+
+
+def square_shares(lengths: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
+    """Deal (tensor, start, stop) ranges, cut at whole blocks, to `parts` workers in nearly equal shares."""
+    total = sum(lengths)
+    limit = max(SQUARE_BLOCK, -(-total // parts))
+    dealt: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    worker = filled = 0
+    for tensor, length in enumerate(lengths):
+        for start in range(0, length, SQUARE_BLOCK):
+            stop = min(start + SQUARE_BLOCK, length)
+            if filled >= limit and worker < parts - 1:
+                worker, filled = worker + 1, 0
+            last = dealt[worker][-1] if dealt[worker] else None
+            if last is not None and last[0] == tensor and last[2] == start:
+                dealt[worker][-1] = (tensor, last[1], stop)
+            else:
+                dealt[worker].append((tensor, start, stop))
+            filled += stop - start
+    return dealt
+
+
+class DeviceSlots(NamedTuple):
+    """Slots on the device: `count` of `capacity` elements, `regions` float32 an element, and a scratch tile."""
+
+    count: int
+    capacity: int
+    regions: int
+    tile: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The tile holds two float32 and one float64 an element."""
+        return self.count * self.capacity * 4 * self.regions + 16 * self.tile
+
+
+def device_slots(bucket_bytes: int, slots: int, regions: int, num_elements: int) -> DeviceSlots:
+    """The largest slots that fit, scratch included, into slots * bucket_bytes; no more than `num_elements` need."""
+    capacity = max(ALIGN, aligned(min(num_elements, bucket_bytes // (4 * regions))))
+    while True:
+        count = max(1, min(slots, -(-num_elements // capacity)))
+        fit = DeviceSlots(count, capacity, regions, max(ALIGN, capacity // 32))
+        if capacity == ALIGN or fit.num_bytes <= slots * bucket_bytes:
+            return fit
+        capacity = max(ALIGN, capacity - max(ALIGN, aligned(capacity // 256)))
+
+
+def ring_slot_bytes(wire_bytes: int, bucket_bytes: int) -> int:
+    """Bytes of a host ring's slot: a bucket, or everything that travels where that is less."""
+    return min(bucket_bytes, max(4 * ALIGN, wire_bytes))

@@ -1,0 +1,201 @@
+"""Where a parameter's float32 state lives: one row of three (or four) host slabs, and whether it still fits.
+
+Note [who wins]. A parameter is written by this optimizer only through its master, so before a step the two agree: the
+parameter is its master rounded to the parameter's dtype. Weights changed behind the optimizer's back break that, and
+then the parameter wins, element by element: where it still equals the rounded master the master keeps its extra bits.
+So masters survive weights and optimizer state being loaded in either order. Changes are noticed by version counter
+(in-place writes), address (`.data =`) and a probe of a few elements a tensor (`.data.copy_`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from steppe.core.errors import ShapeError
+from steppe.flatteners.optimizer.kernel import KINDS
+from steppe.flatteners.optimizer.schedule import aligned
+from steppe.runtime import sharded
+from steppe.runtime.arena import Arena
+
+PROBE = 64  # elements of a tensor that are looked at for silent changes
+RECONCILE = 2**20  # elements compared with their masters at a time
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Row:
+    """State of one parameter: flat float32 views into the slabs, its step count, and what it last wrote."""
+
+    def __init__(self, parameter: torch.Tensor, slabs: Sequence[torch.Tensor]) -> None:
+        self.master, self.exp_avg, self.exp_avg_sq = slabs[:3]
+        self.gradient = slabs[3] if len(slabs) > 3 else None  # float32 sum of what arrived during backward
+        self.step = torch.zeros((), dtype=torch.float32)
+        self.arrivals = 0
+        self.squares: list[float] | torch.Tensor | None = None
+        self.adopt(parameter)
+
+    def adopt(self, parameter: torch.Tensor) -> None:
+        """Keep the state of another object for the same parameter from now on."""
+        self.parameter = parameter
+        self._seen: tuple[int, int, int] | None = None
+        self.entry = {name: self.shaped(getattr(self, name)) for name in STATE}
+        self.entry = {"step": self.step, **{name: self.entry[name] for name in ("exp_avg", "exp_avg_sq", "master")}}
+
+    @property
+    def own(self) -> torch.Tensor:
+        return sharded.local(self.parameter)
+
+    @property
+    def num_elements(self) -> int:
+        return self.master.numel()
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """A slab's part in the parameter's shape, strides and sharding."""
+        own = self.own
+        if is_dense(own):
+            return sharded.with_local(self.parameter, flat.as_strided(own.shape, own.stride(), flat.storage_offset()))
+        return sharded.with_local(self.parameter, flat.view(own.shape))
+
+    def unchanged(self) -> bool:
+        return self._seen == self._identity()
+
+    def remember(self) -> None:
+        """The parameter and its master agree as of now."""
+        self._seen = self._identity()
+
+    def forget(self) -> None:
+        """Compare with the parameter before the next step."""
+        self._seen = None
+
+    def _identity(self) -> tuple[int, int, int]:
+        own = self.own
+        return own.data_ptr(), own._version, self.parameter._version
+
+    def reconcile(self) -> int:
+        """Take the parameter's value wherever it is not its master rounded (Note [who wins]); how many elements."""
+        flat, changed = flat_of(self.own), 0
+        for start in range(0, self.num_elements, RECONCILE):
+            given = flat[start : start + RECONCILE].cpu()
+            master = self.master[start : start + RECONCILE]
+            differs = master.to(given.dtype) != given
+            changed += int(differs.sum())
+            master[differs] = given[differs].float()
+        self.remember()
+        return changed
+
+
+def open_rows(parameters: Sequence[torch.Tensor], arena: Arena, *, gradients: bool) -> dict[torch.Tensor, Row]:
+    """Allocate and first touch the slabs of these parameters: master, exp_avg, exp_avg_sq and, if asked, gradients.
+
+    Peak: 12 bytes an element (16 with gradients), each tensor rounded up to whole cache lines.
+    Raises: HostMemoryError before anything is allocated.
+    """
+    count = 3 + gradients
+    lengths = [aligned(sharded.local(p).numel()) for p in parameters]
+    total = sum(lengths)
+    slabs = arena.lend(4 * count * total, "optimizer state").view((count, total), torch.float32)
+    slabs.zero_()
+    rows, start = {}, 0
+    for parameter, length in zip(parameters, lengths):
+        own = sharded.local(parameter)
+        rows[parameter] = row = Row(parameter, [slab[start : start + own.numel()] for slab in slabs])
+        row.master.copy_(flat_of(own))
+        row.remember()
+        start += length
+    return rows
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills one stretch of memory in some order of its dimensions."""
+    expected = 1
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of the state: the tensor's own memory if it is dense, a row-major copy if not."""
+    tensor = tensor.detach()
+    if is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1).contiguous()
+
+
+def flat_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the order of `like`'s state; a copy where the two are laid out differently."""
+    tensor = tensor.detach()
+    if not is_dense(like):
+        return tensor.reshape(-1).contiguous()
+    if tensor.stride() != like.stride() and tensor.numel() > 1:
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def check_parameter(parameter: torch.Tensor) -> None:
+    """Refuse parameters whose step could not be exact."""
+    own = sharded.local(parameter)
+    if own.layout != torch.strided:
+        raise ShapeError("layout of a parameter", got=own.layout, allowed="dense (strided) tensors",
+                         remedy="keep sparse parameters in an optimizer of their own")  # fmt: skip
+    if own.dtype not in KINDS:
+        raise ShapeError("dtype of a parameter", got=own.dtype, allowed="float32, bfloat16, float16",
+                         remedy="keep parameters of other dtypes in torch.optim.AdamW")  # fmt: skip
+    if any(stride == 0 and length > 1 for stride, length in zip(own.stride(), own.shape)):
+        raise ShapeError("memory of a parameter", got=f"strides {own.stride()}: elements share memory",
+                         allowed="one place for each element", remedy="pass a contiguous copy")  # fmt: skip
+
+
+def check_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Refuse a gradient that doesn't belong to its parameter."""
+    if gradient.layout != torch.strided:
+        raise ShapeError("layout of a gradient", got=gradient.layout, allowed="dense (strided) tensors",
+                         remedy="build embeddings with sparse=False")  # fmt: skip
+    if gradient.dtype not in KINDS:
+        raise ShapeError("dtype of a gradient", got=gradient.dtype, allowed="float32, bfloat16, float16",
+                         remedy="cast the gradient")  # fmt: skip
+    if gradient.shape != parameter.shape:
+        raise ShapeError("shape of a gradient", got=tuple(gradient.shape), allowed=tuple(parameter.shape),
+                         remedy="run backward again after the parameter was resized")  # fmt: skip
+    if gradient.device != parameter.device:
+        raise ShapeError("device of a gradient", got=gradient.device, allowed=parameter.device,
+                         remedy="move parameter and gradient together")  # fmt: skip
+
+
+class Probes:
+    """A few elements of every parameter, to notice writes that no version counter saw."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[torch.device, torch.dtype], tuple[list[Row], torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self, rows: Iterable[Row]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
+        for row in rows:
+            if row.num_elements:
+                groups.setdefault((row.own.device, row.own.dtype), []).append(row)
+        self._samples = {kind: (members, _sample(members)) for kind, members in groups.items()}
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Have rows whose sample changed compared with their masters."""
+        for members, before in self._samples.values():
+            differs = _sample(members) != before
+            if bool(differs.any()):
+                for row in itertools.compress(members, differs.any(dim=1).tolist()):
+                    row.forget()
+
+
+def _sample(rows: Sequence[Row]) -> torch.Tensor:
+    """[rows, PROBE] bits of evenly spread elements; short tensors repeat theirs."""
+    words = {2: torch.int16, 4: torch.int32}
+    picked = []
+    for row in rows:
+        flat = flat_of(row.own)
+        few = flat[:: max(1, flat.numel() // PROBE)][:PROBE]
+        picked.append(few if few.numel() == PROBE else few[torch.arange(PROBE, device=few.device) % few.numel()])
+    stacked = torch.stack(picked)
+    return stacked.view(words[stacked.element_size()])
