@@ -42,6 +42,12 @@ ATTENTION_BACKWARD: Final = frozenset({Moment.ATTENTION, Moment.ATTENTION_END})
 BLOCK_BACKWARD: Final = MLP_BACKWARD | ATTENTION_BACKWARD
 ALWAYS: Final = frozenset(Moment)
 
+# Tensors of every program that a flattener may make needless: its budget names them in `replaces(policy)`.
+HEAD_GATHERED: Final = "head, gathered"
+HEAD_GRADIENT: Final = "head's gradient, unsharded"
+GRADIENT_SHARDS: Final = "gradients of the shards"
+EARLY_GRADIENTS: Final = "gradients of the shards so far"
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -9,6 +9,7 @@ from typing import Final
 from steppe.core.ledger import PEAKS
 
 NAMES: Final = PEAKS
+DECISION_ORDER: Final = ("optimizer", "vocab", "dispatch", "boundary")  # of the method: what to flatten first
 
 
 def half(flattener: str, part: str) -> ModuleType:

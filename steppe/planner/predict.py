@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from steppe.core.ledger import BLOCK_BACKWARD, MLP_BACKWARD, PEAKS, STEP, Entry, Ledger, Moment
+from steppe.core.ledger import BLOCK_BACKWARD, HEAD_GATHERED, MLP_BACKWARD, PEAKS, STEP, Entry, Ledger, Moment
 from steppe.core.policy import OFF, Off
 from steppe.core.shapes import RunShape
 from steppe.flatteners import NAMES, half
 from steppe.planner.block import block_entries, router_loss_entries
-from steppe.planner.sharding import sharding_entries
+from steppe.planner.sharding import own_head_entries, sharding_entries, with_own_head
 
 Policies = Mapping[str, Any]
 PLAIN: Final[Policies] = dict.fromkeys(NAMES, OFF)
@@ -42,9 +42,12 @@ class Forecast:
         return self.ledger.reserved_bytes
 
 
-def forecast(shape: RunShape, policies: Policies = PLAIN) -> Forecast:
-    """Predict one rank of `shape` under `policies` (a flattener that isn't named is off)."""
-    entries = tuple(program_entries(shape, policies))
+def forecast(shape: RunShape, policies: Policies = PLAIN, *, without: frozenset[str] = frozenset()) -> Forecast:
+    """Predict one rank of `shape` under `policies` (a flattener that isn't named is off).
+
+    `without` names tensors that the program at hand doesn't have: a fused AdamW has no "foreach transient".
+    """
+    entries = tuple(e for e in program_entries(shape, policies) if e.tensor not in without)
     ledger = Ledger.from_entries(entries)
     ledger = replace(ledger, reserved_bytes=_reserved(entries, ledger.moment))
     ranks_on_a_node = min(shape.mesh.ranks_per_node, shape.mesh.world)
@@ -62,11 +65,14 @@ def predict(shape: RunShape, policies: Policies = PLAIN) -> Ledger:
 def program_entries(shape: RunShape, policies: Policies = PLAIN) -> Iterator[Entry]:
     """Every entry of the program's ledger, those of no bytes left out."""
     replaced = frozenset(itertools.chain.from_iterable(_replaced(name, policies) for name in NAMES))
-    common: list[Entry] = [*sharding_entries(shape), *block_entries(shape)]
+    held = with_own_head(shape) if HEAD_GATHERED in replaced else shape
+    common: list[Entry] = [*sharding_entries(held), *block_entries(shape)]
+    if HEAD_GATHERED in replaced:
+        common += own_head_entries(shape)
     if is_plain(policies):
         common += router_loss_entries(shape)
     for name in NAMES:
-        common += (through_backward(e) for e in half(name, "budget").entries(shape, policies.get(name, OFF)))
+        common += (through_backward(e) for e in half(name, "budget").entries(held, policies.get(name, OFF)))
     yield from (entry for entry in common if entry.num_bytes and entry.tensor not in replaced)
 
 
@@ -76,11 +82,19 @@ def is_plain(policies: Policies) -> bool:
 
 def _replaced(name: str, policies: Policies) -> frozenset[str]:
     """Tensors of the common terms that this flattener's policy makes needless."""
+    return said_by("replaces", name, policies)
+
+
+def hidden_parts(policies: Policies) -> frozenset[str]:
+    """Parts of the step that some flattener runs beside compute."""
+    return frozenset(itertools.chain.from_iterable(said_by("hides", name, policies) for name in NAMES))
+
+
+def said_by(what: str, name: str, policies: Policies) -> frozenset[str]:
+    """What a flattener that is on says of its policy, empty where it has nothing to say."""
     policy = policies.get(name, OFF)
-    if isinstance(policy, Off):
-        return frozenset()
-    replaces = getattr(half(name, "budget"), "replaces", None)
-    return frozenset(replaces(policy)) if replaces is not None else frozenset()
+    speaks = None if isinstance(policy, Off) else getattr(half(name, "budget"), what, None)
+    return frozenset() if speaks is None else frozenset(speaks(policy))
 
 
 def through_backward(entry: Entry) -> Entry:

@@ -7,18 +7,25 @@ and everything else over all W. So every rank keeps total/W parameters, but it g
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from steppe.core import parameters
-from steppe.core.ledger import ALWAYS, ATTENTION_BACKWARD, BLOCK_BACKWARD, STEP, Entry, Moment
+from steppe.core.ledger import (
+    ALWAYS,
+    ATTENTION_BACKWARD,
+    BLOCK_BACKWARD,
+    EARLY_GRADIENTS,
+    GRADIENT_SHARDS,
+    HEAD_GATHERED,
+    HEAD_GRADIENT,
+    STEP,
+    Entry,
+    Moment,
+)
 from steppe.core.shapes import RunShape
 
 _ENDS = frozenset({Moment.BACKWARD_END, Moment.ATTENTION_END})
 _MODEL_RUNS = frozenset({Moment.FORWARD, Moment.LOSS}) | BLOCK_BACKWARD
-
-GRADIENTS = "gradients of the shards"
-HEAD = "head, gathered"
-HEAD_GRADIENT = "head's gradient, unsharded"
-EMBEDDING = "embedding, gathered"
 
 
 def sharding_entries(shape: RunShape) -> Iterator[Entry]:
@@ -88,10 +95,10 @@ def _local_experts(shape: RunShape) -> int:
 def _gradients(shape: RunShape) -> Iterator[Entry]:
     held = held_gradients(shape) * shape.dtypes.gradient_bytes
     if shape.batch.micro_batches > 1:
-        yield Entry("gradients", GRADIENTS, held, STEP)
+        yield Entry("gradients", GRADIENT_SHARDS, held, STEP)
         return
-    yield Entry("gradients", GRADIENTS, held, frozenset({Moment.UPDATE}))
-    yield Entry("gradients", f"{GRADIENTS} so far", _early_gradients(shape), _ENDS)
+    yield Entry("gradients", GRADIENT_SHARDS, held, frozenset({Moment.UPDATE}))
+    yield Entry("gradients", EARLY_GRADIENTS, _early_gradients(shape), _ENDS)
 
 
 def _early_gradients(shape: RunShape) -> int:
@@ -136,7 +143,20 @@ def _reducing(shape: RunShape) -> Iterator[Entry]:
 def _gathered_ends(shape: RunShape) -> Iterator[Entry]:
     table = parameters.embedding_parameters(shape.model) // shape.mesh.tensor * shape.dtypes.activation_bytes
     gathered = table if shape.mesh.zero >= 3 and shape.mesh.world > 1 else 0
-    yield Entry("gathered", HEAD, gathered, _MODEL_RUNS)
+    yield Entry("gathered", HEAD_GATHERED, gathered, _MODEL_RUNS)
     if not shape.model.tied:
-        yield Entry("gathered", EMBEDDING, gathered, _MODEL_RUNS)
+        yield Entry("gathered", "embedding, gathered", gathered, _MODEL_RUNS)
     yield Entry("gathered", HEAD_GRADIENT, table, BLOCK_BACKWARD)
+
+
+def with_own_head(shape: RunShape) -> RunShape:
+    """The run whose head is cut over P ranks instead of all W: each rank holds V H (1/P - 1/W) parameters more."""
+    table = parameters.embedding_parameters(shape.model)
+    more = table * (shape.mesh.world // shape.mesh.vocab - 1)
+    return replace(shape, model=replace(shape.model, extra_parameters=shape.model.extra_parameters + more))
+
+
+def own_head_entries(shape: RunShape) -> Iterator[Entry]:
+    """The gradient of this rank's part of the head, there from the loss to the update."""
+    part = parameters.embedding_parameters(shape.model) // shape.mesh.vocab * shape.dtypes.gradient_bytes
+    yield Entry("gradients", EARLY_GRADIENTS, part, BLOCK_BACKWARD - _ENDS)

@@ -8,7 +8,9 @@ lies there always is read and written once a step while gradients come in and we
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from steppe.core import parameters
 from steppe.core.ledger import STEP, Ledger
@@ -16,6 +18,7 @@ from steppe.core.shapes import RunShape
 from steppe.planner.block import key_width, query_width, value_width
 from steppe.planner.sharding import gathered_block
 
+ALWAYS_HIDDEN: Final = frozenset({"compute", "gathers", "link"})
 _FORWARDS = 2  # the forward and its recompute
 _PASSES = 4  # forward, recompute, two in the backward
 _ATTENTION_PASSES = 4.5  # a fused backward recomputes the scores: 2.5 forwards
@@ -25,16 +28,19 @@ _ATTENTION_PASSES = 4.5  # a fused backward recomputes the scores: 2.5 forwards
 class StepTime:
     """Seconds of one optimizer step on one rank, part by part."""
 
-    compute: float
-    gathers: float  # FSDP2's all-gathers and reduce-scatters
-    exchange: float  # tokens to experts and back, heads to sequence ranks and back: not hidden
-    link: float  # the busier direction of the host link, behind the backward and forward
-    update: float  # host memory or link at the end of the step, exposed
+    parts: Mapping[str, float]
+    hidden: frozenset[str]  # parts that run beside compute
     tokens: int  # of all ranks
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.gathers, self.link) + self.exchange + self.update
+        """The longest of what runs beside compute, and all of what doesn't."""
+        exposed = sum(seconds for part, seconds in self.parts.items() if part not in self.hidden)
+        return max(self.parts[part] for part in self.hidden) + exposed
+
+    @property
+    def compute(self) -> float:
+        return self.parts["compute"]
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,22 +48,28 @@ class StepTime:
 
     @property
     def longest(self) -> str:
-        parts = {n: getattr(self, n) for n in ("compute", "gathers", "exchange", "link", "update")}
-        return max(parts, key=lambda n: float(parts[n]))
+        return max(self.parts, key=lambda part: self.parts[part])
 
 
-def step_time(shape: RunShape, ledger: Ledger) -> StepTime:
-    """Model the step whose ledger is given (it says what lies on the host)."""
+def step_time(shape: RunShape, ledger: Ledger, hidden: Iterable[str] = ()) -> StepTime:
+    """Model the step whose ledger is given (it says what lies on the host); `hidden`: parts that flatteners hide."""
     machine, batches = shape.machine, shape.batch.micro_batches
     streams = host_bytes_in_passing(ledger) * batches
-    return StepTime(
-        compute=batches * micro_batch_operations(shape) / machine.matmul_rate,
-        gathers=batches * gathered_bytes(shape) / machine.network_rate,
-        exchange=batches * exchanged_bytes(shape) / machine.network_rate,
-        link=max(streams / machine.to_host_rate, streams / machine.to_device_rate),
-        update=update_seconds(shape, ledger),
-        tokens=shape.tokens_per_rank * shape.mesh.world * batches // (shape.mesh.tensor * shape.mesh.pipeline),
-    )
+    parts = {
+        "compute": batches * micro_batch_operations(shape) / machine.matmul_rate,
+        "gathers": batches * gathered_bytes(shape) / machine.network_rate,
+        "link": max(streams / machine.to_host_rate, streams / machine.to_device_rate),
+        "expert exchange": batches * expert_exchange_bytes(shape) / machine.network_rate,
+        "heads exchange": batches * heads_exchange_bytes(shape) / machine.network_rate,
+        "update": update_seconds(shape, ledger),
+    }
+    tokens = shape.tokens_per_rank * shape.mesh.world * batches // (shape.mesh.tensor * shape.mesh.pipeline)
+    return StepTime(parts, ALWAYS_HIDDEN | frozenset(hidden), tokens)
+
+
+def least_seconds(shape: RunShape) -> float:
+    """Seconds that no program on this layout undercuts: nothing on the host, everything hidden that can be."""
+    return step_time(shape, Ledger(0, {}, {}), ("expert exchange",)).seconds
 
 
 def micro_batch_operations(shape: RunShape) -> float:
@@ -85,15 +97,20 @@ def gathered_bytes(shape: RunShape) -> float:
     return whole * (_FORWARDS * dtypes.activation_bytes + dtypes.gradient_bytes) * (mesh.world - 1) / mesh.world
 
 
-def exchanged_bytes(shape: RunShape) -> float:
-    """Rows to the experts and back, six passes of H a route; queries, keys, values and output over D, three times."""
-    mesh, model, tokens = shape.mesh, shape.model, shape.tokens_per_rank
-    itemsize = shape.dtypes.activation_bytes
+def expert_exchange_bytes(shape: RunShape) -> float:
+    """Rows to the experts and back: six passes of H a route (forward, recompute, backward)."""
+    mesh, model = shape.mesh, shape.model
+    routes = shape.tokens_per_rank * model.experts_per_token * model.num_moe_layers
     leaving = (mesh.expert - 1) / mesh.expert
-    routes = tokens * model.experts_per_token * model.hidden * model.num_moe_layers * 3 * _FORWARDS * leaving
-    width = query_width(shape) + key_width(shape) + value_width(shape) + query_width(shape)
-    heads = tokens * width * model.num_layers * 3 * (mesh.sequence - 1) / mesh.sequence
-    return (routes + heads) * itemsize
+    return 3 * _FORWARDS * routes * model.hidden * leaving * shape.dtypes.activation_bytes
+
+
+def heads_exchange_bytes(shape: RunShape) -> float:
+    """Queries, keys, values and output over the D ranks of a sequence, three times."""
+    mesh = shape.mesh
+    width = 2 * query_width(shape) + key_width(shape) + value_width(shape)
+    heads = shape.tokens_per_rank * width * shape.model.num_layers
+    return 3 * heads * (mesh.sequence - 1) / mesh.sequence * shape.dtypes.activation_bytes
 
 
 def host_bytes_in_passing(ledger: Ledger) -> int:
