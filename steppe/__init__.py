@@ -12,7 +12,14 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "OFF": "steppe.core.policy",
+    "DispatchPolicy": "steppe.flatteners.dispatch.budget",
+    "ExpertWeights": "steppe.flatteners.dispatch.weights",
+    "PipelinedLLEP": "steppe.flatteners.dispatch.exchange",
+    "pipelined_llep": "steppe.flatteners.dispatch.exchange",
     "Ledger": "steppe.core.ledger",
+    "OffloadStreamAdamW": "steppe.flatteners.optimizer.adamw",
+    "OptimizerPolicy": "steppe.flatteners.optimizer.budget",
+    "clip_grad_norm_": "steppe.flatteners.optimizer.norms",
     "BoundaryPolicy": "steppe.flatteners.boundary.budget",
     "SCO": "steppe.flatteners.boundary.attach",
     "long_lived": "steppe.flatteners.boundary.checkpoint",

@@ -55,7 +55,7 @@ class _Memory:
     """The slots, [slots, regions, capacity] float32, and a scratch tile."""
 
     def __init__(self, pipeline: DevicePipeline, slots: DeviceSlots) -> None:
-        self.slots = torch.empty((slots.count, slots.regions, slots.capacity), device=pipeline.device)
+        self.slots = torch.empty((slots.num_slots, slots.regions, slots.capacity), device=pipeline.device)
         self.narrow = torch.empty((2, slots.tile), device=pipeline.device)
         self.wide = torch.empty(slots.tile, dtype=torch.float64, device=pipeline.device)
         if pipeline.poison:

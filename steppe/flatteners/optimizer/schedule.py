@@ -198,9 +198,9 @@ def square_shares(lengths: Sequence[int], parts: int) -> list[list[tuple[int, in
 
 
 class DeviceSlots(NamedTuple):
-    """Slots on the device: `count` of `capacity` elements, `regions` float32 an element, and a scratch tile."""
+    """Slots on the device: `num_slots` of `capacity` elements, `regions` float32 an element, and a scratch tile."""
 
-    count: int
+    num_slots: int
     capacity: int
     regions: int
     tile: int
@@ -208,7 +208,7 @@ class DeviceSlots(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The tile holds two float32 and one float64 an element."""
-        return self.count * self.capacity * 4 * self.regions + 16 * self.tile
+        return self.num_slots * self.capacity * 4 * self.regions + 16 * self.tile
 
 
 def device_slots(bucket_bytes: int, slots: int, regions: int, num_elements: int) -> DeviceSlots:
