@@ -178,24 +178,25 @@ def to_positional(
     while isinstance(fn, partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
     tensors: list[torch.Tensor] = []
-
-    def lift(node: Any, top: bool) -> Any:
-        if isinstance(node, torch.Tensor):
-            if not top and (not node.requires_grad or isinstance(node, nn.Parameter)):
-                return node
-            tensors.append(node)
-            return _Slot(len(tensors) - 1)
-        if type(node) in (tuple, list):
-            return type(node)(lift(part, False) for part in node)
-        return {key: lift(part, False) for key, part in node.items()} if type(node) is dict else node
-
-    places = [lift(arg, True) for arg in args]
-    named = lift(kwargs, False)
+    places = [_lift(arg, tensors, top=True) for arg in args]
+    named = _lift(kwargs, tensors)
 
     def call(*inputs: torch.Tensor) -> Any:
         return fn(*(_fill(place, inputs) for place in places), **_fill(named, inputs))
 
     return call, tensors
+
+
+def _lift(node: Any, tensors: list[torch.Tensor], *, top: bool = False) -> Any:
+    """`node` with its lifted tensors replaced by slots. (No closure: it would hold the tensors in a cycle.)"""
+    if isinstance(node, torch.Tensor):
+        if not top and (not node.requires_grad or isinstance(node, nn.Parameter)):
+            return node
+        tensors.append(node)
+        return _Slot(len(tensors) - 1)
+    if type(node) in (tuple, list):
+        return type(node)(_lift(part, tensors) for part in node)
+    return {key: _lift(part, tensors) for key, part in node.items()} if type(node) is dict else node
 
 
 class _Slot(int):
