@@ -82,6 +82,13 @@ class Reading:
     copies: int
     num_bytes: int
 
+    def to_json(self) -> dict[str, object]:
+        tensor = self.tensor
+        return {
+            "tensor": tensor.name, "formula": tensor.formula, "itemsize": self.itemsize, "copies": self.copies,
+            "num_bytes": self.num_bytes, "peak": tensor.owner, "remedy": tensor.remedy, "in_pieces": tensor.in_pieces,
+        }  # fmt: skip
+
     def __str__(self) -> str:
         count = f"{self.copies} x " if self.copies > 1 else ""
         return (

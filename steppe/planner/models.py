@@ -36,6 +36,11 @@ def load_model(name: str | Path) -> ModelShape:
 
     Raises: ConfigError for a name that is none of them, or a model type that isn't known.
     """
+    return shape_from_config(_read(model_path(name)))
+
+
+def model_path(name: str | Path) -> Path:
+    """The config.json that a name means. Raises: ConfigError when there is none."""
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -43,11 +48,12 @@ def load_model(name: str | Path) -> ModelShape:
         path = SHIPPED / f"{str(name).lower().rsplit('/', 1)[-1]}.json"
     if not path.is_file():
         raise ConfigError(
-            "model", got=repr(str(name)),
+            "model",
+            got=repr(str(name)),
             allowed="a config.json, a folder that holds one, or one of " + ", ".join(shipped_models()),
             remedy="download the model's config.json and give its path",
-        )  # fmt: skip
-    return shape_from_config(_read(path))
+        )
+    return path
 
 
 def _read(path: Path) -> dict[str, Any]:
