@@ -54,8 +54,9 @@ class Lane(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, *, after: After = None, stage: str = "copy",
              buffer: str = "") -> Ticket: ...  # fmt: skip
 
-    def run(self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "",
-            num_bytes: int = 0) -> Ticket:
+    def run(
+        self, job: Callable[[], object], *, after: After = None, stage: str = "", buffer: str = "", num_bytes: int = 0
+    ) -> Ticket:
         """Enqueue any callable; `num_bytes` is what it moves, for a throttled lane."""  # fmt: skip
 
     def mark(self) -> Ticket: ...
@@ -117,19 +118,21 @@ class DoneTicket:
     synchronize = wait
 
 
+# A job in a list of one: whoever performs it takes it out, so that no queue keeps a reference.
+Item = list[tuple[Callable[[], object], tuple[Ticket, ...], "ThreadTicket"]]
+
+
 class ThreadLane:
     """A lane on one worker thread of the CPU."""
 
     def __init__(self, name: str, *, delay: Delay | None, rate: float | None, timeout_s: float) -> None:
         self.name, self.timeout_s = name, timeout_s
         self._delay, self._rate = delay, rate
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], tuple[Ticket, ...], ThreadTicket] | None]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._open: deque[ThreadTicket] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._worker = threading.Thread(target=self._work, name=f"steppe-{name}", daemon=True)
-        self._worker.start()
+        self._start()
 
     def copy(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: After = None, stage: str = "copy", buffer: str = ""
@@ -171,8 +174,18 @@ class ThreadLane:
         """End the worker after what is enqueued; failures nobody waited for are not raised here."""
         if not self._closed:
             self._closed = True
-            self._jobs.put(None)
-            self._worker.join(self.timeout_s)
+            self._stop()
+
+    def _start(self) -> None:
+        self._worker = threading.Thread(target=self._work, name=f"steppe-{self.name}", daemon=True)
+        self._worker.start()
+
+    def _stop(self) -> None:
+        self._jobs.put(None)
+        self._worker.join(self.timeout_s)
+
+    def _submit(self, item: Item) -> None:
+        self._jobs.put(item)
 
     def forget(self, ticket: ThreadTicket) -> None:
         with self._lock:
@@ -188,7 +201,7 @@ class ThreadLane:
         ticket = ThreadTicket(self, stage, buffer, keep)
         with self._lock:
             self._open.append(ticket)
-        self._jobs.put((job, _tickets(after), ticket))
+        self._submit([(job, _tickets(after), ticket)])
         return ticket
 
     def _reap(self) -> None:
@@ -203,18 +216,21 @@ class ThreadLane:
     def _work(self) -> None:
         torch.set_grad_enabled(False)
         while (item := self._jobs.get()) is not None:
-            job, after, ticket = item
-            try:
-                for earlier in after:
-                    earlier.synchronize(self.timeout_s)
-                if self._delay is not None:
-                    time.sleep(self._delay())
-                job()
-            except BaseException as failure:  # carried to the next wait
-                ticket.failure = failure
-            del job, item
-            ticket._finished.set()
-            del ticket
+            self._perform(item)
+
+    def _perform(self, item: Item) -> None:
+        """One job on the worker's thread; its failure is carried to the next wait."""
+        job, after, ticket = item.pop()
+        try:
+            for earlier in after:
+                earlier.synchronize(self.timeout_s)
+            if self._delay is not None:
+                time.sleep(self._delay())
+            job()
+        except BaseException as failure:
+            ticket.failure = failure
+        del job  # before the caller is woken, so that its own reference is the last one
+        ticket._finished.set()
 
 
 class StreamTicket:
