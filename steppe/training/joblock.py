@@ -60,7 +60,10 @@ class JobLock:
             self._file = None
 
     def _take_over(self, timeout_s: float) -> None:
-        """Wait until no rank of any job holds the lock."""
+        """Wait until no rank of any job holds the lock, take it alone, and step down so that this job's ranks can join.
+
+        Stepping down has a gap in which another job may get in; then this one is refused, and the other runs.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+")
         until = time.monotonic() + timeout_s
@@ -68,9 +71,10 @@ class JobLock:
             if time.monotonic() >= until:
                 raise self._taken()
             time.sleep(_POLL_S)
+        self._share()
 
     def _share(self) -> None:
-        """Hold it together with the job's other ranks; rank 0 steps down from exclusive without a gap it can lose."""
+        """Hold it together with the job's other ranks."""
         if self._file is None:
             self._file = self._path.open("a+")
         if not self._try(fcntl.LOCK_SH):

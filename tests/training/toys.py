@@ -8,7 +8,15 @@ from typing import Any
 from steppe.training.config import RunConfig, parse
 from tests.support.float64 import toy_config
 
-_KEPT_OUT = ("dtype", "transformers_version", "architectures", "_attn_implementation", "rope_parameters")
+_KEPT_OUT = (
+    "dtype",
+    "transformers_version",
+    "architectures",
+    "_attn_implementation",
+    "rope_parameters",
+    "id2label",
+    "label2id",
+)
 TEXT = "\n\n".join(f"Section {n}. The {n * 37 % 101} steppes are as flat as {n * n} plains are." for n in range(400))
 
 
