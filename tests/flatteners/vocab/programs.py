@@ -1,0 +1,170 @@
+"""Ours, plain and truth on the same inputs, on any number of ranks; judged by the reordered grade."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steppe.flatteners.vocab.budget import VocabPolicy
+from steppe.flatteners.vocab.reference import plain_loss
+from steppe.flatteners.vocab.ring import ring_dtp
+from steppe.flatteners.vocab.stats import RingStats
+from steppe.runtime import collectives
+from tests.support.exactness import assert_reordered
+
+ROW_VALUES = ("logprob", "entropy", "lse")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One call: tokens and vocabulary rows of every rank, and its options; tensors follow from the seed."""
+
+    rows: tuple[int, ...] = (37,)
+    shards: tuple[int, ...] = (101,)
+    width: int = 16
+    dtype: str = "float32"
+    schedule: str = "auto"
+    ignored: float = 0.2
+    bias: bool = False
+    class_weight: bool = False
+    offset: float = 0.0  # common to all logits
+    frozen: str = ""  # "hidden" or "weight"
+    want: tuple[str, ...] = ("loss",)
+    options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=lambda: {"tile_tokens": 5, "tile_vocab": 7})
+    seed: int = 0
+
+    def but(self, **changes: Any) -> Spec:
+        return replace(self, **changes)
+
+
+@dataclass
+class Tensors:
+    """The tensors of all ranks, one after the other."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+    upstream: dict[str, Tensor]
+
+    def to(self, dtype: torch.dtype) -> Tensors:
+        cast = [None if t is None else t.to(dtype) for t in (self.hidden, self.weight, self.bias, self.class_weight)]
+        return Tensors(cast[0], cast[1], self.labels, cast[2], cast[3], self.upstream)
+
+
+def make(spec: Spec) -> Tensors:
+    """Random tensors that are a function of the spec alone; in its dtype."""
+    g = torch.Generator().manual_seed(spec.seed)
+    dtype = getattr(torch, spec.dtype)
+    num, vocab = sum(spec.rows), sum(spec.shards)
+    hidden = torch.randn(num, spec.width, generator=g, dtype=torch.float64)
+    weight = torch.randn(vocab, spec.width, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, spec.options.get("vocab_size") or vocab, (num,), generator=g)
+    ignore_index = spec.options.get("ignore_index", -100)
+    labels[torch.rand(num, generator=g) < spec.ignored] = ignore_index
+    bias = torch.randn(vocab, generator=g, dtype=torch.float64)
+    if spec.offset:  # on a grid where logits are exact in float32, so that only the softmax is judged
+        hidden, weight, bias = ((t * 8).round() / 8 for t in (hidden, weight, bias))
+        bias += spec.offset
+    bias = bias.to(dtype) if spec.bias else None
+    weights = torch.rand(vocab, generator=g, dtype=torch.float64).to(dtype) if spec.class_weight else None
+    upstream = {name: torch.randn(num, generator=g, dtype=torch.float64) for name in ("loss", *ROW_VALUES)}
+    return Tensors(hidden.to(dtype), weight.to(dtype), labels, bias, weights, upstream)
+
+
+def _total(values: dict[str, Tensor], spec: Spec, upstream: dict[str, Tensor]) -> Tensor:
+    """What is differentiated: the reduced loss times a factor, or every row value by an upstream of its own."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name in (n for n in spec.want if n != "num_correct"):
+        value = values[name]
+        factor = upstream[name].to(value.dtype)
+        total = total + (value * (factor if value.dim() else 0.75)).sum().double()
+    return total
+
+
+def _grads(total: Tensor, leaves: list[Tensor | None]) -> list[Tensor | None]:
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ())
+    return [next(found) if t is not None and t.requires_grad else None for t in leaves]
+
+
+def _leaf(tensor: Tensor | None, frozen: bool) -> Tensor | None:
+    return None if tensor is None else tensor.clone().requires_grad_(not frozen)
+
+
+def plain(spec: Spec, tensors: Tensors) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """Values and gradients of the whole program in one process."""
+    leaves = [
+        _leaf(tensors.hidden, spec.frozen == "hidden"),
+        _leaf(tensors.weight, spec.frozen == "weight"),
+        _leaf(tensors.bias, spec.frozen == "weight"),
+    ]
+    values = plain_loss(
+        leaves[0], leaves[1], tensors.labels, bias=leaves[2], class_weight=tensors.class_weight, **spec.options
+    )
+    return values, _grads(_total(values, spec, tensors.upstream), leaves)
+
+
+def spans(lengths: tuple[int, ...]) -> list[slice]:
+    return [slice(sum(lengths[:r]), sum(lengths[: r + 1])) for r in range(len(lengths))]
+
+
+def ours(
+    spec: Spec, tensors: Tensors, rank: int, group: Any, stats: RingStats | None = None
+) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """This rank's values and gradients."""
+    rows, shard = spans(spec.rows)[rank], spans(spec.shards)[rank]
+    pick = lambda t: None if t is None else t[shard]  # noqa: E731
+    leaves = [
+        _leaf(tensors.hidden[rows], spec.frozen == "hidden"),
+        _leaf(tensors.weight[shard], spec.frozen == "weight"),
+        _leaf(pick(tensors.bias), spec.frozen == "weight"),
+    ]
+    output = ring_dtp(
+        leaves[0], leaves[1], tensors.labels[rows], group=group, bias=leaves[2],
+        class_weight=pick(tensors.class_weight), want=spec.want,
+        policy=VocabPolicy(schedule=spec.schedule, **spec.sizes), stats=stats, **spec.options,
+    )  # fmt: skip
+    values = {name: value for name, value in output._asdict().items() if value is not None}
+    upstream = {name: vector[rows] for name, vector in tensors.upstream.items()}
+    return values, _grads(_total(values, spec, upstream), leaves)
+
+
+def check_parity(rank: int, world_size: int, spec: Spec) -> dict[str, float]:
+    """Every value and gradient of this rank against plain and truth. Returns passes and the loss's error."""
+    group = collectives.world() if world_size > 1 else None
+    tensors, stats = make(spec), RingStats()
+    mine, my_grads = ours(spec, tensors, rank, group, stats)
+    eager, eager_grads = plain(spec, tensors)
+    truth, true_grads = plain(spec, tensors.to(torch.float64))
+    length = max(spec.width, sum(spec.rows), sum(spec.shards))
+    rows, shard = spans(spec.rows)[rank], spans(spec.shards)[rank]
+    told = f"{spec} rank {rank}"
+    for name in spec.want:
+        value = mine[name]
+        if value.dim() == 0:
+            value = collectives.all_reduce(value.detach().clone(), group)
+            expected, near = truth[name], eager[name]
+        else:
+            expected, near = truth[name][rows], eager[name][rows]
+        if name == "num_correct":
+            assert value == eager[name], told
+            continue
+        assert value.dtype == torch.promote_types(tensors.hidden.dtype, torch.float32), told
+        assert_reordered(value, near, expected, length=length, what=f"{name} of {told}")
+    for name, grad, near, expected, part in zip(
+        ("hidden", "weight", "bias"), my_grads, eager_grads, true_grads, (rows, shard, shard), strict=True
+    ):
+        assert (grad is None) == (expected is None), f"gradient of {name} in {told}"
+        if grad is not None:
+            assert_reordered(grad, near[part], expected[part], length=length, what=f"gradient of {name} in {told}")
+    return {"passes": stats.passes, "schedule": stats.schedule}
+
+
+def check_all(rank: int, world_size: int, specs: list[Spec]) -> list[dict[str, float]]:
+    return [check_parity(rank, world_size, spec) for spec in specs]
