@@ -21,7 +21,7 @@ from steppe.core.ledger import PEAKS, Ledger, Moment
 from steppe.runtime import scopes, storages
 from steppe.runtime.naming import Naming
 from steppe.runtime.storages import Held, Watch, host_name
-from steppe.runtime.timeline import Ints, Timeline, fold
+from steppe.runtime.timeline import Floats, Ints, Timeline, fold, phases
 
 _MOMENTS: Final = (Moment.FORWARD, Moment.LOSS, Moment.BACKWARD, Moment.UPDATE)
 _FORWARD, _LOSS, _BACKWARD, _UPDATE = range(4)
@@ -121,7 +121,7 @@ class Meter(Watch):
         held.index = len(self._owner)
         self._owner.append(name or (scopes.UNLABELLED if found else scopes.current()))
         self._place.append(held.place)
-        self._changed(held, held.num_bytes, time.time_ns())
+        self._changed(held, held.num_bytes, time.time_ns() if found else self.operator_ns)
 
     def resized(self, held: Held, old_bytes: int) -> None:
         self._changed(held, held.num_bytes - old_bytes, time.time_ns())
@@ -182,14 +182,21 @@ class Meter(Watch):
         )
 
     def timeline(self, since: str | None = None) -> Timeline:
-        """The device's bytes by owner after every change."""
+        """The device's bytes by owner after every change; marks are the phases of the step and those that were made."""
         self.drain()
         first = self._first(since)
         owners, held = self._fold("device")
         when = np.maximum.accumulate(_ints(self._when)[first:]) if len(self._when) > first else _ints(array("q"))
         start = self._start_ns if since is None else self._marked(since)[1]
-        marks = tuple(((at - start) / 1e9, name) for index, at, name in self._marks if index >= first)
-        return Timeline(owners, (when - start) / 1e9, held[:, first:], marks)
+        made = [((at - start) / 1e9, name) for index, at, name in self._marks if index >= first]
+        seconds = (when - start) / 1e9
+        return Timeline(owners, seconds, held[:, first:], tuple(sorted([*made, *self._phases(seconds, first)])))
+
+    def _phases(self, seconds: Floats, first: int) -> list[tuple[float, str]]:
+        """Where forward, loss, backward and update begin, told by what is born."""
+        births = np.flatnonzero(_ints(self._delta)[first:] > 0)
+        moments = np.frombuffer(self._moment, dtype=np.int8)[first:][births]
+        return [(at, str(_MOMENTS[code])) for at, code in phases(moments, seconds[births])]
 
     def _fold(self, place: str) -> tuple[tuple[str, ...], Ints]:
         here = np.fromiter((p == place for p in self._place), dtype=np.bool_, count=len(self._place))

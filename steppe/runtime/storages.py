@@ -71,6 +71,7 @@ class Watch(TorchDispatchMode):
         self.device_type = device_type or (accelerator.type if accelerator is not None else "cpu")
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
+        self.operator_ns = time.time_ns()  # when the last operator began: its results are allocated then
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -115,6 +116,7 @@ class Watch(TorchDispatchMode):
             self._see(kwargs.values(), found=True)
         if any(map(_unwraps_itself, types)):
             return NotImplemented  # it takes itself apart, and the operators on its parts come by here
+        self.operator_ns = time.time_ns()
         out = func(*args, **kwargs)
         self.drain()
         self._see((out,), found=False)
