@@ -198,7 +198,7 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
     """Ledger entries of the dispatch peak of one MoE layer, forward and backward.
 
     OFF gives the plain program's: one all-to-all, grouped GEMMs, everything route-shaped alive in the backward,
-    balanced routing. Its rows: packed, arrived, gate and up, activation, expert output, returned, weighted.
+    balanced routing.
     """
     if not shape.model.num_moe_layers:
         return ()
@@ -216,6 +216,7 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
         Entry("dispatch", "float32 tile of the activation", tile, inside),
         Entry("dispatch", "float32 sums of gradients", held.gradient_sums, back),
         Entry("dispatch", "token gradients", held.token_gradients, back),
+        Entry("gathered", "expert gradients built so far", held.weight_gradients, back),
         Entry("dispatch", "route-weight gradients", held.route_gradients, back),
         Entry("dispatch", "combined output, float32", layer.num_tokens * layer.hidden * layer.sum_bytes,
               frozenset({Moment.FORWARD})),
@@ -225,16 +226,19 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
 
 
 def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry, ...]:
+    """Two points of the backward compete: at the combine three more tensors of all routes, their gradients, are alive;
+    at the first grouped GEMM the gradients of all native experts beside two tensors of routes. The forward, without
+    autograd, holds four tensors of routes at its combine or the activations at its second GEMM."""
     rows = plain_rows(layer)
     wide, inner = rows * layer.hidden * layer.row_bytes, rows * layer.width * layer.row_bytes
-    forward = [
-        ("packed rows", wide), ("arrived rows", wide), ("gate and up", 2 * inner), ("activation", 2 * inner),
-        ("expert output", wide), ("returned rows", wide), ("weighted rows", wide),
-    ]  # fmt: skip
-    backward = [("gradient of returned rows", wide), ("gradient of expert output", wide), ("gradients inside", 2 * inner)]
+    back, forward = frozenset({Moment.BACKWARD}), inside - {Moment.BACKWARD}
+    kept = [("arrived rows", wide), ("gate and up", 2 * inner), ("activation", 2 * inner), ("expert output", wide)]
+    gradients = layer.num_native * layer.expert_elements * layer.weight_bytes
     return (
-        *(Entry("dispatch", name, size, inside) for name, size in forward),
-        *(Entry("dispatch", name, size, frozenset({Moment.BACKWARD})) for name, size in backward),
+        *(Entry("dispatch", name, size, back) for name, size in kept),
+        Entry("dispatch", "gradients of routes at the combine", 3 * wide, back),
+        Entry("dispatch", "expert gradients beyond them", max(0, gradients - 3 * wide - 2 * inner), back),
+        Entry("dispatch", "rows and activations, forward", max(4 * wide, wide + 4 * inner), forward),
     )
 
 
@@ -244,7 +248,7 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
     if not model.num_moe_layers:
         return Verdict(False, "the model has no experts")
     layer = layer_of(shape)
-    plain = sum(entry.num_bytes for entry in entries(shape, OFF))
+    plain = sum(e.num_bytes for e in entries(shape, OFF) if Moment.BACKWARD in e.during)
     ours = sum(e.num_bytes for e in entries(shape, DispatchPolicy()) if Moment.BACKWARD in e.during)
     share = plain / machine.device_memory_bytes
     numbers = f"plain {format_bytes(plain)} a layer when balanced, {share:.0%} of the device; flat {format_bytes(ours)}"
@@ -255,3 +259,8 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
         return Verdict(False, f"the workspace is no smaller than the routed rows it replaces: {numbers}")
     spread = f"E_p {layer.num_ranks}, " if layer.num_ranks > 1 else ""
     return Verdict(True, f"{spread}E {model.num_experts}, k {model.experts_per_token}: {numbers}")
+
+
+def hides(policy: DispatchPolicy) -> tuple[str, ...]:
+    """Parts of the step that run beside compute: the exchange of chunk j+1 while chunk j computes."""
+    return ("expert exchange",)
