@@ -17,12 +17,22 @@ _HOME = {
     "PipelinedLLEP": "steppe.flatteners.dispatch.exchange",
     "pipelined_llep": "steppe.flatteners.dispatch.exchange",
     "Ledger": "steppe.core.ledger",
+    "profile": "steppe.profiler",
     "OffloadStreamAdamW": "steppe.flatteners.optimizer.adamw",
     "OptimizerPolicy": "steppe.flatteners.optimizer.budget",
     "clip_grad_norm_": "steppe.flatteners.optimizer.norms",
     "BoundaryPolicy": "steppe.flatteners.boundary.budget",
     "SCO": "steppe.flatteners.boundary.attach",
     "long_lived": "steppe.flatteners.boundary.checkpoint",
+    "RingDTPLoss": "steppe.flatteners.vocab.attach",
+    "RingDTPOutput": "steppe.flatteners.vocab.ring",
+    "VocabPolicy": "steppe.flatteners.vocab.budget",
+    "ring_dtp": "steppe.flatteners.vocab.ring",
+    "ring_dtp_loss": "steppe.flatteners.vocab.ring",
+    "ring_logsumexp": "steppe.flatteners.vocab.reductions",
+    "ring_softmax_matmul": "steppe.flatteners.vocab.reductions",
+    "ring_topk": "steppe.flatteners.vocab.reductions",
+    "vocab_parallel_embedding": "steppe.flatteners.vocab.embedding",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

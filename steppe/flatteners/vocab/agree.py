@@ -73,12 +73,12 @@ def _refuse(refusal: Refusal | None, group: Group) -> None:
     )  # fmt: skip
 
 
-def check_labels(agreed: Agreement, vocab: int, ignore_index: int) -> None:
-    """The same DataError on every rank where any rank holds a label outside the vocabulary."""
+def check_labels(agreed: Agreement, vocab: int, ignore_index: int | None, what: str = "label") -> None:
+    """The same DataError on every rank where any rank holds a label (or token id) outside the vocabulary."""
     for rank, (low, high) in enumerate(zip(agreed.lowest, agreed.highest, strict=True)):
         if low < 0 or high >= vocab:
             raise DataError(
-                "label out of range", got=f"{low if low < 0 else high} on rank {rank} of the vocabulary group",
-                allowed=f"0 to {vocab - 1}, or ignore_index {ignore_index}",
-                remedy="check the tokenizer against the head, or mark such tokens with ignore_index",
+                f"{what} out of range", got=f"{low if low < 0 else high} on rank {rank} of the vocabulary group",
+                allowed=f"0 to {vocab - 1}" + ("" if ignore_index is None else f", or ignore_index {ignore_index}"),
+                remedy="check the tokenizer against the model's vocabulary",
             )  # fmt: skip

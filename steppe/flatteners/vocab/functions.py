@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ _FORWARD: dict[str, Callable[[Call, Batch], Tensor]] = {
 
 
 @contextlib.contextmanager
-def _at_work(call: Call, like: Tensor) -> Iterator[None]:
-    """Labelled for the meter, and outside of autocast: precision is decided tile by tile."""
+def at_work(call: Call, like: Tensor) -> Iterator[None]:
+    """Labelled for the meter, timed, and outside of autocast: precision is decided tile by tile."""
+    started = time.perf_counter()
     with scopes.label("vocab"), torch.autocast(like.device.type, enabled=False):
         yield
+    call.stats.busy_s += time.perf_counter() - started
 
 
 class Inputs(NamedTuple):
@@ -55,7 +58,7 @@ class Inputs(NamedTuple):
 
 def states(call: Call, inputs: Inputs) -> RowValues:
     """Values of the counted rows, without gradients."""
-    with _at_work(call, inputs.hidden), torch.no_grad():
+    with at_work(call, inputs.hidden), torch.no_grad():
         state = _FORWARD[call.schedule](call, inputs.batch(call))
         return row_values(state, inputs.own_labels(), call.objective)
 
@@ -76,7 +79,7 @@ class AtOnce(torch.autograd.Function):
         class_weight: Tensor | None, labels: Tensor, index: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         inputs = Inputs(hidden, weight, bias, class_weight, labels, index)
-        with _at_work(call, hidden):
+        with at_work(call, hidden):
             batch = inputs.batch(call)
             # The mean over class weights has a divisor that is known only after the last block.
             first = divisor if divisor is not None else float(max(1, sum(call.head.rows)))
@@ -101,7 +104,7 @@ class AtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *grads, correction = ctx.saved_tensors
-        with _at_work(ctx.call, upstream):
+        with at_work(ctx.call, upstream):
             scale, keep = upstream * correction, keeps_graph()
             scaled = (
                 None if grad is None else (grad * scale if keep else grad.mul_(scale)).to(dtype)
@@ -139,7 +142,7 @@ class Streamed(torch.autograd.Function):
         labels: Tensor, index: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         inputs = Inputs(hidden, weight, bias, class_weight, labels, index)
-        with _at_work(call, hidden):
+        with at_work(call, hidden):
             state = _FORWARD[call.schedule](call, inputs.batch(call))
             values = row_values(state, inputs.own_labels(), call.objective)
         ctx.save_for_backward(*inputs, state)
@@ -165,7 +168,7 @@ class Streamed(torch.autograd.Function):
             parts = (None if grad is None else grad[start:stop] for grad in (loss, logprob, lse, entropy))
             return row_slopes(state[start:stop], call.objective, *parts)
 
-        with _at_work(call, inputs.hidden):
+        with at_work(call, inputs.hidden):
             grads = _stream_backward(call, inputs, ctx.needs_input_grad[1:4], slopes)
         return None, *grads, None, None, None
 

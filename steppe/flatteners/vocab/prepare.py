@@ -96,6 +96,7 @@ class Given:
         kinds = tuple(getattr(t, "dtype", None) for t in (self.hidden, self.weight))
         return (*kinds, self.hidden.shape[-1], self.bias is None, self.class_weight is None)
 
+    @property
     def device(self) -> torch.device:
         tensors = (t for t in (self.weight, self.hidden, self.labels) if isinstance(t, Tensor))
         return next((t.device for t in tensors), torch.device("cpu"))
@@ -107,7 +108,7 @@ def prepare(request: Request, given: Given, group: Group, stats: RingStats) -> t
     if refusal is None:
         labels = given.labels.reshape(-1).long()
     else:
-        labels = torch.zeros(0, dtype=torch.int64, device=given.device())
+        labels = torch.zeros(0, dtype=torch.int64, device=given.device)
     valid = labels != request.ignore_index
     budget_bytes, scratch_bytes, rates = device_defaults(labels.device.type)
     agreed = agree(

@@ -48,7 +48,7 @@ class Products:
         """out [R,C] = alpha (rows [R,H] weight [C,H]^T + bias [C])."""
         self._count(out.numel() * rows.shape[1])
         if self.mixed:
-            torch.mm(rows, weight.T, out_dtype=self.dtype, out=out)
+            torch.mm(rows.to(weight.dtype), weight.T, out_dtype=self.dtype, out=out)
             if alpha != 1:
                 out.mul_(alpha)
         else:

@@ -7,7 +7,6 @@ So the mean's divisor counts the group's tokens, never one rank's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,7 +77,6 @@ def ring_dtp(
     Raises: ShapeError, ConfigError and DataError (labels), on every rank, before the first block is sent.
     Source: arXiv 2609.14306; online softmax: arXiv 1805.02867.
     """
-    started = time.perf_counter()
     stats = RingStats() if stats is None else stats
     request = Request(
         reduction, ignore_index, num_items_in_batch, label_smoothing, z_loss, softcap, logit_scale, vocab_size,
@@ -86,9 +84,7 @@ def ring_dtp(
     )  # fmt: skip
     given = Given(hidden, weight, labels, bias, class_weight)
     call, inputs = prepare(request, given, group, stats)
-    output = _evaluate(call, inputs, request, any(given.needs_grad()), labels.shape)
-    stats.busy_s += time.perf_counter() - started
-    return output
+    return _evaluate(call, inputs, request, any(given.needs_grad()), labels.shape)
 
 
 def _evaluate(call: Call, inputs: Inputs, request: Request, grad: bool, shape: torch.Size) -> RingDTPOutput:

@@ -27,19 +27,22 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Strip:
+class Strip:
     """One strip of logits and where it lies in its blocks."""
 
     logits: Tensor
     rows: slice
     columns: slice
     operand: Tensor  # [R,H] as it is multiplied
-    own: Tensor  # labels counted from the strip's first column
     shard: Shard  # its weight as it is multiplied
 
+    def own(self, rows: Rows) -> Tensor:
+        """The labels, counted from the strip's first column."""
+        return rows.labels(self.rows.start, self.rows.stop) - self.shard.start
 
-def _strips(tools: Tools, rows: Rows, shard: Shard) -> Iterator[_Strip]:
-    """Vocabulary tiles outside (each is cast once), row tiles inside."""
+
+def empty_strips(tools: Tools, rows: Rows, shard: Shard) -> Iterator[Strip]:
+    """Uninitialised strips: vocabulary tiles outside (each is cast once), row tiles inside."""
     sizes = tools.call.tiles
     for first in range(0, shard.weight.shape[0], sizes.tile_vocab):
         last = min(first + sizes.tile_vocab, shard.weight.shape[0])
@@ -49,16 +52,21 @@ def _strips(tools: Tools, rows: Rows, shard: Shard) -> Iterator[_Strip]:
             stop = min(start + sizes.tile_tokens, rows.length)
             operand = tools.products.operand(rows.hidden(start, stop), "rows", sizes.tile_tokens)
             logits = tools.space.strip(stop - start, last - first)
-            tools.logits(logits, operand, part)
-            tools.space.cap_(logits)
-            own = rows.labels(start, stop) - part.start
-            yield _Strip(logits, slice(start, stop), slice(first, last), operand, own, part)
+            yield Strip(logits, slice(start, stop), slice(first, last), operand, part)
+
+
+def strips(tools: Tools, rows: Rows, shard: Shard) -> Iterator[Strip]:
+    """Strips of logits."""
+    for strip in empty_strips(tools, rows, shard):
+        tools.logits(strip.logits, strip.operand, strip.shard)
+        tools.space.cap_(strip.logits)
+        yield strip
 
 
 def fold_block(tools: Tools, state: Tensor, rows: Rows, shard: Shard) -> None:
     """Fold all logits of the block into the states [R,K], in place."""
-    for strip in _strips(tools, rows, shard):
-        met = tools.space.fold(strip.logits, strip.own, strip.shard.start, strip.shard.class_weight)
+    for strip in strips(tools, rows, shard):
+        met = tools.space.fold(strip.logits, strip.own(rows), strip.shard.start, strip.shard.class_weight)
         state[strip.rows] = merge(torch.stack((state[strip.rows], met)), tools.call.objective)
 
 
@@ -67,12 +75,17 @@ def gradient_block(
     grad_weight: Tensor | None, grad_bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Form the gradients of all logits of the block again and add their products to what is given."""
-    for strip in _strips(tools, rows, shard):
+    for strip in strips(tools, rows, shard):
         row_slopes = slopes(strip.rows.start, strip.rows.stop)
-        grad = tools.space.gradient_(strip.logits, strip.own, row_slopes, strip.shard.class_weight)
-        if grad_weight is not None:
-            tools.products.add_weight(grad_weight[strip.columns], grad, strip.operand)
+        tools.space.gradient_(strip.logits, strip.own(rows), row_slopes, strip.shard.class_weight)
         if grad_bias is not None:
-            grad_bias[strip.columns] += grad.sum(0)
-        if grad_hidden is not None:
-            tools.products.add_hidden(grad_hidden[strip.rows], grad, strip.shard.weight)
+            grad_bias[strip.columns] += strip.logits.sum(0)
+        add_products(tools, strip, grad_hidden, grad_weight)
+
+
+def add_products(tools: Tools, strip: Strip, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> None:
+    """Add the products of a strip that holds the gradient of its logits."""
+    if grad_weight is not None:
+        tools.products.add_weight(grad_weight[strip.columns], strip.logits, strip.operand)
+    if grad_hidden is not None:
+        tools.products.add_hidden(grad_hidden[strip.rows], strip.logits, strip.shard.weight)
