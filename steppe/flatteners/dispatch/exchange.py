@@ -25,7 +25,7 @@ from steppe.flatteners.dispatch.gradients import NativeSums
 from steppe.flatteners.dispatch.paths import LanePath, LocalPath, Path, Source, WirePath
 from steppe.flatteners.dispatch.routes import Routes, Session, fingerprint, route
 from steppe.flatteners.dispatch.spill import ReturnTravel, Travel
-from steppe.flatteners.dispatch.weights import ExpertForm, ExpertStack, ExpertWeights
+from steppe.flatteners.dispatch.weights import TENSOR_NAMES, ExpertForm, ExpertStack, ExpertWeights
 from steppe.flatteners.dispatch.workspace import Workspace, sum_dtype
 from steppe.runtime import collectives, scopes
 
@@ -77,15 +77,16 @@ class PipelinedLLEP(torch.nn.Module):
         session: Session | None = None,
     ) -> None:
         super().__init__()
-        self.experts = experts
         self.session = session or Session(policy or DispatchPolicy(), group)
-        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-            tensor = getattr(experts, name)
-            if isinstance(tensor, torch.nn.Parameter):
-                self.register_parameter(name, tensor)
+        self._reading = {name: getattr(experts, name) for name in ("transposed", "interleaved", "activation")}
+        for name in TENSOR_NAMES:
+            setattr(self, name, getattr(experts, name))
 
     def forward(self, tokens: torch.Tensor, expert_ids: torch.Tensor, route_weights: torch.Tensor) -> torch.Tensor:
-        return pipelined_llep(tokens, expert_ids, route_weights, self.experts, session=self.session)
+        tensors = {name: getattr(self, name) for name in TENSOR_NAMES}
+        return pipelined_llep(
+            tokens, expert_ids, route_weights, ExpertWeights(**tensors, **self._reading), session=self.session
+        )
 
 
 class Call:

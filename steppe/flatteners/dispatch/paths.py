@@ -19,6 +19,8 @@ from steppe.flatteners.dispatch.workspace import Workspace
 from steppe.runtime import collectives
 from steppe.runtime.lanes import Lane, Ticket
 
+_SEQUENTIAL_ADDS = ("cpu",)  # devices whose index_add_ takes its rows in order
+
 
 @dataclass
 class Source:
@@ -50,7 +52,7 @@ class Source:
         token, choice = self.routes.chunk(chunk)
         if self.weight_grads is not None:
             self.weight_grads.index_add_(0, token * self.routes.layer.num_choices + choice, dw[: len(token)])
-        if rows.device.type == "cpu":
+        if rows.device.type in _SEQUENTIAL_ADDS:
             self._add(token, rows[: len(token)])
             return
         by_choice = torch.argsort(choice, stable=True).split(self.routes.choice_sizes[chunk])

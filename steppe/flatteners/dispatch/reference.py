@@ -19,6 +19,7 @@ from steppe.flatteners.dispatch.weights import ExpertWeights
 from steppe.runtime import collectives
 
 Group = collectives.Group
+_NAMED = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def dense_loop(
@@ -114,10 +115,9 @@ def _gate(hidden: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
         gate, up = hidden[:, 0::2], hidden[:, 1::2]
     else:
         gate, up = hidden.chunk(2, dim=-1)
-    if experts.activation == "silu":
-        return F.silu(gate) * up
-    assert callable(experts.activation), "the references know silu and functions"
-    return experts.activation(gate, up)
+    if callable(experts.activation):
+        return experts.activation(gate, up)
+    return _NAMED[experts.activation](gate) * up
 
 
 def _grouped_experts(rows: torch.Tensor, expert: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
@@ -190,7 +190,7 @@ class _Travel(torch.autograd.Function):
         native = plan.num_native
         pieces = np.flatnonzero(plan.dest != plan.owner)
         mine = [p for p in pieces if plan.owner[p] == rank]
-        home = [torch.empty_like(grad[0]) for _ in mine]
+        home = [grad.new_empty(grad.shape[1:]) for _ in mine]
         grad = grad.contiguous()
         sends = [(grad[native + i], int(plan.owner[p])) for i, p in enumerate(pieces[plan.dest[pieces] == rank])]
         collectives.exchange(sends, [(t, int(plan.dest[p])) for t, p in zip(home, mine)], group).wait()

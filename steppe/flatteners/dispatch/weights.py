@@ -13,7 +13,7 @@ import torch
 from steppe.core.errors import ShapeError
 from steppe.flatteners.dispatch.gates import Activation, Gate, gate_of
 
-_NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+TENSOR_NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ExpertWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(t for name in _NAMES if (t := getattr(self, name)) is not None)
+        return tuple(t for name in TENSOR_NAMES if (t := getattr(self, name)) is not None)
 
     def form(self) -> ExpertForm:
         """The description without the tensors."""
@@ -133,4 +133,4 @@ class ExpertWeights:
         )  # fmt: skip
 
     def _present(self) -> tuple[str, ...]:
-        return tuple(name for name in _NAMES if getattr(self, name) is not None)
+        return tuple(name for name in TENSOR_NAMES if getattr(self, name) is not None)

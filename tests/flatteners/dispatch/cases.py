@@ -12,9 +12,11 @@ from steppe.flatteners.dispatch.budget import DispatchPolicy
 from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.gates import clamped_swiglu
 from steppe.flatteners.dispatch.profiles import PROFILES, forced_routes
+from steppe.flatteners.dispatch.reference import dense_loop, plain_experts
 from steppe.flatteners.dispatch.routes import Session
 from steppe.flatteners.dispatch.weights import ExpertWeights
 from steppe.flatteners.dispatch.workspace import WorkspacePool
+from tests.support.exactness import assert_reordered
 
 FORMS = ("gated", "gpt_oss")
 ROUTINGS = ("random", "balanced", "95/4", "95/1", "all_to_one", "same_twice", "zero_weights")
@@ -136,3 +138,21 @@ def new_session(case: Case, group: object = None, **pool: object) -> Session:
 
 def flat(session: Session) -> Callable[..., torch.Tensor]:
     return lambda *args: pipelined_llep(*args, session=session)
+
+
+def whole(case: Case, program: Callable[..., torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Output and gradients of a one-process program over all ranks' tokens."""
+    parts = [make_inputs(case, r, dtype) for r in range(len(case.tokens))]
+    together = Inputs(*(torch.cat([getattr(p, n).detach() for p in parts]) for n in Inputs.__annotations__))
+    together.tokens.requires_grad_()
+    together.route_weights.requires_grad_()
+    return gradients(program, make_experts(case, dtype), together)
+
+
+def assert_like_dense(case: Case, results: list[dict[str, torch.Tensor]], what: str = "") -> None:
+    """All ranks' outputs and gradients together are the dense loop's, in the reordered grade."""
+    truth = whole(case, dense_loop, torch.float64)
+    plain = truth if case.dtype == torch.float64 else whole(case, plain_experts)
+    for name, expected in truth.items():
+        ours = torch.cat([r[name] for r in results])
+        assert_reordered(ours, plain[name], expected, length=case.longest_sum, what=f"{what} {case}: {name}")
