@@ -1,0 +1,133 @@
+"""The certificate says what differs and what doesn't; the comparison measures what it says."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steppe.compare import compare
+from steppe.core.errors import ConfigError
+from steppe.core.ledger import PEAKS
+from steppe.flatteners.boundary.budget import BoundaryPolicy
+from steppe.runtime import collectives
+from steppe.sides import Side
+from steppe.training.config import RunConfig
+from steppe.verify import certify, emit, side_by_side, table
+from tests.support.ranks import run_ranks
+from tests.training.toys import toy_run, toy_shape
+
+
+def _config(folder: str, family: str = "qwen3_moe") -> RunConfig:
+    deep = {"shape": toy_shape(family, num_hidden_layers=6)}
+    return toy_run(Path(folder), family, model=deep).with_flatten(boundary=BoundaryPolicy())
+
+
+def _pair(rank: int, world_size: int, folder: str, family: str) -> dict[str, Any]:
+    pair = side_by_side(_config(folder, family), steps=3, say=lambda line: None)
+    return {"certificate": pair.certificate.to_json(), "table": table(pair.certificate)}
+
+
+@pytest.mark.parametrize(("world_size", "family"), [(1, "gpt_oss"), (2, "qwen3_moe")])
+def test_boundaries_on_the_host_change_no_bit_and_both_sides_are_as_near_to_float64(
+    world_size: int, family: str, tmp_path: Path
+) -> None:
+    found = run_ranks(_pair, world_size, str(tmp_path), family)[0]["certificate"]
+    assert found["steps"] == 3
+    assert found["max_abs_loss_diff"] == found["per_token_mse"] == 0.0
+    assert found["max_grad_rel_err"] == found["grad_norm_rel_diff"] == 0.0
+    truth = found["against_float64"]
+    assert truth["plain"] == truth["flattened"]
+    assert 0 < truth["plain"]["max_grad_rel_err"] < 1e-3  # float32 noise: neither zero nor another program
+    for side in ("plain", "flattened"):
+        assert found[side]["device_peak_bytes"] > 0
+        assert found[side]["step_ms"] > 0
+        assert set(PEAKS) <= set(found[side]["peaks"])
+    assert found["flattened"]["peaks"]["boundary"] < found["plain"]["peaks"]["boundary"]
+    assert found["plain"]["host_bytes"] == 0 < found["flattened"]["host_bytes"]
+
+
+def _tampered(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    config = _config(folder)
+    sides = side_by_side(config, steps=1, say=lambda line: None).sides
+    wrong: Side = copy.copy(sides["flattened"])
+    name = sorted(wrong.gradients)[0]
+    wrong.gradients = {**wrong.gradients, name: wrong.gradients[name] * 1.5}
+    result = wrong.results[0]
+    if rank == world_size - 1:  # a fault on one rank must show on all
+        shifted = (result.token_losses[0].clone(),)
+        shifted[0].view(-1)[0] += 0.25
+        wrong.results = [dataclasses.replace(result, token_losses=shifted)]
+    group = collectives.world()
+    return certify(sides["plain"], wrong, config, group).to_json(), _counts(sides["plain"], group), name
+
+
+def _counts(side: Side, group: Any) -> dict[str, Any]:
+    own = torch.tensor(sum(len(t.view(-1)) for r in side.results for t in r.token_losses))
+    return {"tokens": int(collectives.all_reduce(own, group))}
+
+
+def test_a_wrong_gradient_and_a_wrong_loss_are_measured_and_named(tmp_path: Path) -> None:
+    for found, counts, name in run_ranks(_tampered, 2, str(tmp_path)):
+        assert found["max_abs_loss_diff"] == pytest.approx(0.25, rel=1e-5)
+        assert found["per_token_mse"] == pytest.approx(0.25**2 / counts["tokens"], rel=1e-4)
+        assert found["max_grad_rel_err"] == pytest.approx(0.5, rel=1e-5)
+        assert found["worst_parameter"] == name
+
+
+def _mismatched(rank: int, world_size: int, folder: str) -> None:
+    config = _config(folder)
+    one = side_by_side(config, steps=1, say=lambda line: None).sides["plain"]
+    with pytest.raises(ConfigError, match="same run twice"):
+        certify(one, Side(), config, collectives.world())
+
+
+def test_sides_of_different_lengths_are_refused(tmp_path: Path) -> None:
+    run_ranks(_mismatched, 1, str(tmp_path))
+
+
+def _printed(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    import contextlib
+    import io
+
+    found = side_by_side(_config(folder), steps=1, say=lambda line: None).certificate
+    texts = []
+    for as_json in (True, False):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            emit(found, argparse.Namespace(json=as_json))
+        texts.append(out.getvalue())
+    return texts[0], texts[1]
+
+
+def test_the_certificate_prints_stable_json_and_a_table_of_all_peaks(tmp_path: Path) -> None:
+    as_json, as_text = run_ranks(_printed, 1, str(tmp_path))[0]
+    found = json.loads(as_json)
+    for key in ("max_abs_loss_diff", "per_token_mse", "max_grad_rel_err", "grad_norm_rel_diff", "plain", "flattened"):
+        assert key in found
+    for word in (*PEAKS, "device peak", "step time", "weights", "gradients", "largest loss difference"):
+        assert word in as_text
+
+
+def _compared(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    config = _config(folder)
+    with pytest.raises(ConfigError, match=r"dispatch.*vocab.*boundary.*optimizer"):
+        compare(config, "boundaries", rounds=1)
+    with pytest.raises(ConfigError, match="1 or more"):
+        compare(config, "boundary", rounds=0)
+    # whichever side the run itself is on, both are measured
+    return compare(config.plain(), "boundary", rounds=3).to_json()
+
+
+def test_comparing_alternates_one_flattener_and_reports_the_spread(tmp_path: Path) -> None:
+    results = run_ranks(_compared, 2, str(tmp_path))
+    assert results[0] == results[1], "the slowest rank counts, on all ranks"
+    found = results[0]
+    assert found["rounds"] == 3
+    assert 0 < found["lowest"] <= found["ratio"] <= found["highest"]
