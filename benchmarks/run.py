@@ -1,7 +1,7 @@
 """The one runner: `python -m benchmarks.run optimizer vocab` runs cases, appends their rows and prints them.
 
 A case is a module `case_<name>.py` with `TESTS` (its tests; a case refuses to print a speed while they are red) and
-`rows(quick)`, which yields dictionaries. Rows go to `benchmarks/rows/<name>.jsonl` with date, commit and machine.
+`rows(quick)`, which yields dictionaries, and `gpu_rows()` where it has rows for a GPU. Rows go to `benchmarks/rows/<name>.jsonl` with date, commit and machine.
 `python -m benchmarks.tables` writes the newest rows into docs/benchmarks.md.
 """
 
@@ -31,6 +31,10 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="few rounds and small shapes; rows are not kept")
     parser.add_argument("--skip-tests", action="store_true", help="with --quick only: don't run the case's tests first")
+    parser.add_argument(
+        "--gpu", action="store_true", help="the case's gpu rows instead; its gpu tests have to be green"
+    )
+    parser.add_argument("--rows", type=Path, default=ROWS, help="the folder of the JSON lines (%(default)s)")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(names):
         parser.error(f"unknown cases {sorted(unknown)}; there are {names}")
@@ -38,20 +42,20 @@ def main() -> int:
         parser.error("--skip-tests needs --quick: no row is kept without green tests")
     for name in args.cases or names:
         case = importlib.import_module(f"benchmarks.case_{name}")
-        if not args.skip_tests and not _tests_are_green(case.TESTS):
+        if not args.skip_tests and not _tests_are_green(case.TESTS, "gpu" if args.gpu else "not slow"):
             print(f"{name}: its tests ({case.TESTS}) are red, so no speed is reported", file=sys.stderr)
             return 1
-        for row in case.rows(args.quick):
-            keep(name, row, write=not args.quick)
+        for row in case.gpu_rows() if args.gpu else case.rows(args.quick):
+            keep(name, row, folder=None if args.quick else args.rows)
     return 0
 
 
-def keep(name: str, row: dict[str, Any], *, write: bool = True) -> None:
-    """Print a row, and append it to the case's JSON lines."""
+def keep(name: str, row: dict[str, Any], *, folder: Path | None = ROWS) -> None:
+    """Print a row, and append it to the case's JSON lines in `folder`."""
     print(json.dumps(row), flush=True)
-    if write:
-        ROWS.mkdir(exist_ok=True)
-        with (ROWS / f"{name}.jsonl").open("a") as file:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps({**row, **stamp()}) + "\n")
 
 
@@ -89,8 +93,8 @@ def _machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {model}"
 
 
-def _tests_are_green(tests: str) -> bool:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "not slow", *tests.split()], cwd=HERE.parent)
+def _tests_are_green(tests: str, marker: str) -> bool:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, *tests.split()], cwd=HERE.parent)
     return done.returncode == 0
 
 
