@@ -1,7 +1,8 @@
 """The one runner: `python -m benchmarks.run optimizer vocab` runs cases, appends their rows and prints them.
 
 A case is a module `case_<name>.py` with `TESTS` (its tests; a case refuses to print a speed while they are red) and
-`rows(quick)`, which yields dictionaries, and `gpu_rows()` where it has rows for a GPU. Rows go to `benchmarks/rows/<name>.jsonl` with date, commit and machine.
+`rows(quick)`, which yields dictionaries, and `gpu_rows()` where it has rows for a GPU. Rows go to
+`benchmarks/rows/<name>.jsonl` with date, commit and machine.
 `python -m benchmarks.tables` writes the newest rows into docs/benchmarks.md.
 """
 
