@@ -61,7 +61,7 @@ class Timeline:
         return cls(
             owners=tuple(data["owners"]),
             seconds=np.asarray(data["seconds"], dtype=np.float64),
-            held=np.asarray(data["held"], dtype=np.int64).reshape(len(data["owners"]), -1),
+            held=np.asarray(data["held"], dtype=np.int64).reshape(len(data["owners"]), len(data["seconds"])),
             marks=tuple((float(s), str(name)) for s, name in data.get("marks", ())),
         )
 
