@@ -29,7 +29,7 @@ enum { F32, BF16, F16 };
 enum { GROUP = 64 }; /* elements that are stored together */
 enum { LANES = 32 }; /* partial sums of squares; part of the result's definition, as the block length is */
 
-typedef struct { float scale, decay, rate, one_b1, b2, one_b2, eps; } Step;
+typedef struct { float scale, shrink, rate, one_b1, b2, one_b2, eps; } Step;
 
 INLINE float as_float(uint32_t x) { float f; memcpy(&f, &x, 4); return f; }
 INLINE uint32_t as_bits(float f) { uint32_t x; memcpy(&x, &f, 4); return x; }
@@ -75,7 +75,7 @@ INLINE float element(float *p, float *m, float *v, const void *g, int gk, int64_
     float x = load(g, gk, i) * s->scale;
     float a = m[i] + s->one_b1 * (x - m[i]);
     float b = v[i] * s->b2 + (s->one_b2 * x) * x;
-    float w = p[i] * s->decay + (s->rate * a) / (sqrtf(b) + s->eps);
+    float w = p[i] + ((s->rate * a) / (sqrtf(b) + s->eps) - s->shrink * p[i]);
     p[i] = w;
     m[i] = a;
     v[i] = b;

@@ -55,7 +55,7 @@ def attach(
 
 
 def conflicts(*live: object) -> tuple[Conflict, ...]:
-    """What among these live objects (models, optimizers, trainers, scalers, engines) would undo the optimizer's work."""
+    """What among these models, optimizers, trainers, scalers or engines would undo the optimizer's work."""
     found: list[Conflict] = []
     overlapped = any(isinstance(o, OffloadStreamAdamW) and o.policy.overlap_backward for o in _optimizers(live))
     for thing in live:
@@ -85,7 +85,7 @@ def _sharding_conflicts(thing: object) -> Iterator[Conflict]:
     stage = _zero_stage(thing)
     if stage:
         yield Conflict(f"a DeepSpeed engine with ZeRO-{stage} owns parameters and optimizer",
-                       "use FSDP2 (fully_shard) with OffloadStreamAdamW, or DeepSpeed's own offload without it")  # fmt: skip
+                       "use fully_shard with OffloadStreamAdamW, or DeepSpeed's own offload without it")  # fmt: skip
 
 
 def _offloads(module: FSDPModule) -> bool:
@@ -107,7 +107,7 @@ def _zero_stage(thing: object) -> int:
 def _overlap_conflicts(thing: object) -> Iterator[Conflict]:
     norm = getattr(getattr(thing, "args", thing), "max_grad_norm", None)
     if isinstance(norm, (int, float)) and norm > 0:
-        yield Conflict(f"the trainer clips after backward (max_grad_norm={norm:g}), but the gradients have left by then",
+        yield Conflict(f"the trainer clips after backward (max_grad_norm={norm:g}); the gradients have left by then",
                        f"max_grad_norm=0 there, and OffloadStreamAdamW(..., max_norm={norm:g})")  # fmt: skip
     if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled():
         yield Conflict("a GradScaler unscales gradients after backward, but they have left by then",
@@ -135,10 +135,10 @@ def diagnose(stats: Mapping[str, Any]) -> tuple[str, ...]:
     step_s, host_s = stats.get("step_seconds", 0.0), stats.get("update_seconds", 0.0)
     if kernel.startswith("numpy"):
         told.append(f"the host arithmetic runs in {kernel}: with a C compiler there, reinstall steppe to build it")
-    if step_s and host_s / step_s >= HOST_BOUND:
+    if stats.get("device", "cpu") != "cpu" and step_s and host_s / step_s >= HOST_BOUND:
         rate = stats["num_elements"] / host_s / 1e6
-        told.append(f"AdamW on the host is the slowest stage: {host_s:.3f} of {step_s:.3f} s, {rate:.0f} M parameters/s "
-                    f"on {stats['threads']} threads")  # fmt: skip
+        told.append(f"AdamW on the host is the slowest stage: {host_s:.3f} of {step_s:.3f} s, {rate:.0f} M "
+                    f"parameters/s on {stats['threads']} threads")  # fmt: skip
     if stats.get("skipped"):
         told.append(f"{stats['skipped']} of {stats['skipped'] + stats['steps']} steps were skipped: non-finite norm")
     if stats.get("streams") == 1 and len(_nodes_of(stats.get("cpus", ()))) > 1:

@@ -150,7 +150,8 @@ class _Flight:
         v.mul_(s.b2).add_(t.mul_(x))
         x.copy_(wide.copy_(v).sqrt_()).add_(s.eps)
         torch.mul(m, s.rate, out=t)
-        p.mul_(s.decay).add_(t.div_(x))
+        t.div_(x)
+        p.add_(t.sub_(torch.mul(p, s.shrink, out=x)))
         parameter.copy_(p)
 
 

@@ -139,7 +139,7 @@ def built_extension() -> Path | None:
 def self_test(kernel: Kernel) -> str:
     """Compare a kernel with numpy on a few vectors of every pair of kinds; what differs, or nothing."""
     plain = NumpyKernel("self-test")
-    step = Step(scale=0.7, decay=0.999, rate=-0.03, one_b1=0.1, b2=0.999, one_b2=0.001, eps=1e-9)
+    step = Step(scale=0.7, shrink=0.001, rate=-0.03, one_b1=0.1, b2=0.999, one_b2=0.001, eps=1e-9)
     for (taken, given), length in product(product(KINDS, KINDS), (1, 67)):
         results = [_trial(each, taken, given, length, step) for each in (kernel, plain)]
         if not all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in zip(*results)):
@@ -177,13 +177,12 @@ def _tiles(length: int) -> Iterator[slice]:
 
 @np.errstate(all="ignore")
 def _update_tile(p: np.ndarray, m: np.ndarray, v: np.ndarray, x: np.ndarray, constants: list[np.float32]) -> np.ndarray:
-    scale, decay, rate, one_b1, b2, one_b2, eps = constants
+    scale, shrink, rate, one_b1, b2, one_b2, eps = constants
     x = x * scale
     m += one_b1 * (x - m)
     v *= b2
     v += (one_b2 * x) * x
-    p *= decay
-    p += (rate * m) / (np.sqrt(v) + eps)
+    p += (rate * m) / (np.sqrt(v) + eps) - shrink * p
     return p
 
 

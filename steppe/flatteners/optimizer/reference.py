@@ -43,8 +43,8 @@ def state_of(parameter: torch.Tensor, dtype: type[np.floating]) -> State:
 def step(state: State, gradient: torch.Tensor, adam: Adam, scale: float = 1.0) -> None:
     """One step, whole tensor at once, in the dtype of the state.
 
-    The expression is AdamW's with sqrt(1 - b2^t) folded into rate and eps in double, which is the definition of the
-    bits; in float64 the folding is of no consequence.
+    The expression is AdamW's with sqrt(1 - b2^t) folded into rate and eps in double and with decay subtracted, which is
+    the definition of the bits; in float64 neither is of any consequence.
     """
     kind = state.master.dtype.type
     state.t += 1
@@ -55,7 +55,7 @@ def step(state: State, gradient: torch.Tensor, adam: Adam, scale: float = 1.0) -
     state.exp_avg = state.exp_avg + kind(1 - b1) * (g - state.exp_avg)
     state.exp_avg_sq = state.exp_avg_sq * kind(b2) + (kind(1 - b2) * g) * g
     moved = kind(-adam.lr * root / (1 - b1**t)) * state.exp_avg / (np.sqrt(state.exp_avg_sq) + kind(adam.eps * root))
-    state.master = state.master * kind(1 - adam.lr * adam.weight_decay) + moved
+    state.master = state.master + (moved - kind(adam.lr * adam.weight_decay) * state.master)
 
 
 def written(state: State, parameter: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ class Step(NamedTuple):
     """Constants of one AdamW step of one parameter, in double; every implementation rounds them to float32 once."""
 
     scale: float
-    decay: float
+    shrink: float
     rate: float
     one_b1: float
     b2: float
@@ -30,12 +30,14 @@ def fold(
 ) -> Step:  # fmt: skip
     """The constants of step `t` (from 1). With root = sqrt(1 - b2^t), both bias corrections are folded in:
     lr/(1-b1^t) * m / (sqrt(v)/root + eps) = (lr*root/(1-b1^t)) * m / (sqrt(v) + eps*root), one division an element.
+    Decay is subtracted, w + (update - shrink*w): as a factor 1 - lr*weight_decay its rounding to float32 is off by as
+    much in every step (after 200 steps at lr 1e-2 nine tenths of the error of torch.optim.AdamW).
     """
     b1, b2 = betas
     root = math.sqrt(1.0 - b2**t)
     return Step(
         scale=-scale if maximize else scale,
-        decay=1.0 - lr * weight_decay,
+        shrink=lr * weight_decay,
         rate=-lr * root / (1.0 - b1**t),
         one_b1=1.0 - b1,
         b2=b2,
