@@ -56,8 +56,9 @@ def state_of(trainer: Saveable) -> State:
     state: State = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     persistent = model.state_dict().keys()
     state |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
+    entries = trainer.optimizer.state
     for name, parameter in model.named_parameters():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+        for key, value in entries.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"optim.{name}.{key}"] = value.detach()
     return state
@@ -103,6 +104,8 @@ def load(trainer: Saveable, directory: Path) -> Manifest:
     except CheckpointError as failure:
         raise _offering(failure, directory) from failure
     dcp.load(state_of(trainer), storage_reader=dcp.FileSystemReader(directory), process_group=group)  # type: ignore[arg-type]
+    if hasattr(trainer.optimizer, "refresh_masters"):
+        trainer.optimizer.refresh_masters()
     trainer.resume(found.step, found.rows_read)
     return found
 

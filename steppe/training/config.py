@@ -164,7 +164,7 @@ def parse(table: Mapping[str, Any], base: Path | None = None) -> RunConfig:
         parts["model"] = _rebase(parts["model"], base, config="", weights="random")
         parts["data"] = _rebase(parts["data"], base, path=PYDOC, tokenizer="")
         parts["output"] = _rebase(parts["output"], base, dir=None)
-    return RunConfig(**parts, flatten=_flatteners(table.get("flatten", {})))
+    return RunConfig(**parts, flatten=policies(table.get("flatten", {})))
 
 
 def policy_class(name: str) -> type[Any]:
@@ -178,7 +178,8 @@ def policy_class(name: str) -> type[Any]:
     return cls  # type: ignore[return-value]
 
 
-def _flatteners(table: object) -> dict[str, Any]:
+def policies(table: object) -> dict[str, Any]:
+    """Every flattener's policy from a [flatten] table: `"off"`, `"on"` or a table of its fields. Raises: ConfigError."""
     if not isinstance(table, Mapping):
         raise ConfigError("[flatten]", got=repr(table), allowed="a table", remedy='write e.g. boundary = "on"')
     check_keys(table, NAMES, "flatten")

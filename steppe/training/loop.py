@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +14,10 @@ from typing import Any
 
 import torch
 
-from steppe.compose import attach_all
+from steppe.compose import attach_all, refuse_conflicts
 from steppe.core.errors import SteppeError
 from steppe.core.policy import OFF
+from steppe.flatteners import half
 from steppe.integrations import transformers as hf
 from steppe.runtime import collectives, scopes
 from steppe.training import tokens
@@ -73,7 +76,7 @@ class Trainer:
         self.mesh = device_mesh(self.world, self.device)
         self.model = build_model(config, self.model_config)
         self.ulysses = join_sequences(self.model, config)
-        self.flattened = attach_all(self.model, config.flatten, self.mesh)
+        self.flattened = attach_all(self.model, {**config.flatten, "optimizer": OFF}, self.mesh)
         if config.flatten["boundary"] == OFF and config.train.checkpointing:
             hf.checkpoint_blocks(self.model)
         self.plain_loss = hf.PlainLoss(self.model) if config.flatten["vocab"] == OFF else None
@@ -82,11 +85,19 @@ class Trainer:
             self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> Any:
-        train, offered = self.config.train, self.flattened.offers("optimizer")
-        if offered is None:
+        """The plain optimizer, or the flattener's, which clips by itself and needs the shards to be there."""
+        train, policy = self.config.train, self.config.flatten["optimizer"]
+        if policy == OFF:
             return plain_adamw(self.model, train)
-        groups = parameter_groups(self.model, train.weight_decay)
-        return offered(groups, lr=train.lr, betas=train.betas, eps=train.eps)
+        refuse_conflicts("optimizer", self.model)
+        if policy.max_norm is None:
+            policy = dataclasses.replace(policy, max_norm=train.clip or math.inf)
+        handle = half("optimizer", "attach").attach(
+            self.model, policy, self.mesh, groups=parameter_groups(self.model, train.weight_decay),
+            lr=train.lr, betas=train.betas, eps=train.eps,
+        )  # fmt: skip
+        self.flattened.attached["optimizer"] = handle
+        return handle.optimizer
 
     def step(self, batches: Sequence[Batch] | None = None, *, keep_token_losses: bool = False) -> StepResult:
         """One optimizer step over this rank's micro-batches: its own next ones, or those given.
@@ -122,6 +133,8 @@ class Trainer:
         for micro, batch in enumerate(batches):
             share = batch.num_tokens / num_tokens
             torch.manual_seed(dropout_seed(self.config.train.seed, self.next_step, micro, self.rank))
+            if self.config.flatten["optimizer"] != OFF:
+                self.optimizer.set_is_last_backward(micro == len(batches) - 1)
             with self._keeping(keep, kept):
                 loss = hf.loss_of(
                     self.model, batch.input_ids, batch.position_ids, batch.labels,
@@ -167,14 +180,17 @@ class Trainer:
 
     def _update(self) -> tuple[float, float]:
         """Clip, update, and take the gradients off."""
+        optimizer, clip = self.optimizer, self.config.train.clip
         rate = learning_rate(self.next_step, self.config.train)
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = rate
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        norm = gradient_norm(parameters, self.group)
-        if self.config.train.clip:
-            clip_gradients(parameters, norm, self.config.train.clip)
+        norm = None
+        if self.config.flatten["optimizer"] == OFF:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = gradient_norm(parameters, self.group)
+            if clip:
+                clip_gradients(parameters, norm, clip)
         with scopes.label("optimizer"):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm), rate
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(optimizer.grad_norm if norm is None else norm), rate

@@ -47,6 +47,12 @@ def _dropout_run(folder: Path, **output: Any) -> RunConfig:
     return config.replace("model", shape={**config.model.shape, "attention_dropout": 0.1})
 
 
+def with_policies(config: RunConfig, flatten: dict[str, object]) -> RunConfig:
+    from steppe.training.config import policies
+
+    return config.with_flatten(**policies(flatten))
+
+
 def stop_early(rank: int, world: int, config: RunConfig, steps: int) -> None:
     """What a killed run leaves: its checkpoints, and a metrics line for a step behind the last of them."""
     trainer = Trainer(config)
@@ -60,9 +66,15 @@ def stop_early(rank: int, world: int, config: RunConfig, steps: int) -> None:
         )
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(world: int, tmp_path: Path) -> None:
-    straight, broken = _dropout_run(tmp_path / "a"), _dropout_run(tmp_path / "b")
+FLATTENED = {"boundary": {"boundary": "on"}, "optimizer": {"optimizer": "on", "boundary": "on"}}
+OVERLAP = {"optimizer": {"bucket_bytes": 65536, "overlap_backward": True}}
+
+
+@pytest.mark.parametrize(
+    ("world", "flatten"), [(1, {}), (2, {}), (2, FLATTENED["boundary"]), (2, FLATTENED["optimizer"]), (2, OVERLAP)]
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(world: int, flatten: dict[str, object], tmp_path: Path) -> None:
+    straight, broken = (with_policies(_dropout_run(tmp_path / name), flatten) for name in "ab")
     expected = run_ranks(train, world, straight)
     run_ranks(stop_early, world, broken, 3)
     found = run_ranks(train, world, broken)

@@ -1,0 +1,98 @@
+"""`steppe train` with its real launcher: ranks start, one rank's failure ends all with that rank's message."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from steppe.core.errors import ConfigError
+from steppe.training.launch import train
+from steppe.training.ranks import Place
+from tests.training.toys import toy_tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def _write(folder: Path, **sections: dict[str, object]) -> Path:
+    tables = toy_tables(folder)
+    for name, fields in sections.items():
+        tables[name] = {**tables.get(name, {}), **fields}
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+def _steppe(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "steppe.cli", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_train_starts_two_ranks_writes_metrics_and_exports(tmp_path: Path) -> None:
+    job = _steppe("train", _write(tmp_path), "--ranks", 2, "--export", tmp_path / "hf")
+    _, said = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == list(range(6))
+    wanted = {"step", "loss", "loss_hex", "grad_norm", "lr", "tokens", "step_ms", "peak_bytes"}
+    assert wanted <= records[0].keys()
+    assert records[0]["tokens"] == 2 * 32
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    assert "step 6/6" in said, "a run without a terminal shows lines"
+
+
+def test_a_failing_rank_ends_all_within_a_minute_with_its_own_message(tmp_path: Path) -> None:
+    lines = ["one two three " * n for n in (2, 1, 2, 90)]
+    text = tmp_path / "docs.jsonl"
+    text.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    data = {"path": str(text), "kind": "jsonl", "packing": "whole"}
+    started = time.monotonic()
+    job = _steppe("train", _write(tmp_path, data=data), "--ranks", 2)
+    _, said = job.communicate(timeout=120)
+    assert time.monotonic() - started < 60
+    assert job.returncode == 2
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("steppe train: rank ")
+    assert "N = 32, declared at launch" in last
+    assert "Remedy" in last
+
+
+@pytest.mark.slow
+def test_a_rank_killed_from_outside_ends_all_and_the_next_start_resumes(tmp_path: Path) -> None:
+    path = _write(tmp_path, train={"steps": 60}, output={"checkpoint_every": 1})
+    job = _steppe("train", path, "--ranks", 2)
+    until = time.monotonic() + 90
+    while not list((tmp_path / "out" / "checkpoints").glob("step-*")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(job.pid)], text=True).split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "rank " in said.strip().splitlines()[-1]
+    job = _steppe("train", path, "--ranks", 2)
+    _, said = job.communicate(timeout=180)
+    assert job.returncode == 0, said
+    assert "resumed from step-" in said
+
+
+def test_ranks_that_groups_do_not_divide_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = _write(tmp_path, launch={"ranks": 2, "sequence": 2})
+    with pytest.raises(ConfigError, match="a divisor of the 3 ranks"):
+        train(path, 3)
+
+
+def test_half_a_launchers_environment_is_refused() -> None:
+    assert Place.of({"PATH": "/bin"}) is None
+    with pytest.raises(ConfigError, match="torchrun"):
+        Place.of({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
+        Place.of({"RANK": "0"})
