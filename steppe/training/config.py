@@ -179,7 +179,7 @@ def policy_class(name: str) -> type[Any]:
 
 
 def policies(table: object) -> dict[str, Any]:
-    """Every flattener's policy from a [flatten] table: `"off"`, `"on"` or a table of its fields. Raises: ConfigError."""
+    """Every flattener's policy from a [flatten] table: "off", "on" or a table of its fields. Raises: ConfigError."""
     if not isinstance(table, Mapping):
         raise ConfigError("[flatten]", got=repr(table), allowed="a table", remedy='write e.g. boundary = "on"')
     check_keys(table, NAMES, "flatten")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,10 +101,18 @@ def _build(data: DataConfig, cache: Path) -> None:
         return
     work = cache / f".{target.name}.{os.getpid()}.tmp"
     work.mkdir(parents=True, exist_ok=True)
-    encoded = _pretokenised(data) if data.kind == "tokens" else _encoded(data, work)
+    try:
+        _write(_pretokenised(data) if data.kind == "tokens" else _encoded(data, work), work)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(documents: Iterator[Ids], work: Path) -> None:
+    """The documents' ids end to end, their ends, and a digest of both. Raises: DataError where there are none."""
     ends, digest, largest, total = [], hashlib.sha256(), 0, 0
     with (work / "ids.bin").open("wb") as file:
-        for ids in encoded:
+        for ids in documents:
             if len(ids):
                 total += len(ids)
                 largest = max(largest, int(ids.max()))
@@ -116,7 +125,6 @@ def _build(data: DataConfig, cache: Path) -> None:
     np.save(work / "ends.npy", np.asarray(ends, dtype=np.int64))
     digest.update(np.asarray(ends, dtype="<i8").tobytes())
     (work / "meta.json").write_text(json.dumps({"digest": digest.hexdigest(), "largest_id": largest}))
-    work.rename(target)
 
 
 def _encoded(data: DataConfig, work: Path) -> Iterator[Ids]:
