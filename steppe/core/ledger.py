@@ -83,8 +83,7 @@ class Ledger:
     def from_entries(cls, entries: Iterable[Entry], *, moments: Iterable[Moment] = STEP) -> Ledger:
         """Fold entries into a ledger over `moments`; the peak is the moment with the largest device total."""
         kept = tuple(entries)
-        device = {m: _by_owner(kept, m, "device") for m in sorted(moments)}
-        host = {m: _by_owner(kept, m, "host") for m in device}
+        device, host = (_by_owner(kept, sorted(moments), place) for place in ("device", "host"))
         top = max(device, key=lambda m: sum(device[m].values()))
         host_top = max(host, key=lambda m: sum(host[m].values()))
         peaks = {owner: max(held.get(owner, 0) for held in device.values()) for owner in OWNERS}
@@ -129,9 +128,11 @@ class LedgerDiff:
     host_bytes: int
 
 
-def _by_owner(entries: tuple[Entry, ...], moment: Moment, place: str) -> dict[str, int]:
-    held: dict[str, int] = {}
+def _by_owner(entries: tuple[Entry, ...], moments: Iterable[Moment], place: str) -> dict[Moment, dict[str, int]]:
+    """At each moment the bytes of every owner that holds any there."""
+    held: dict[Moment, dict[str, int]] = {moment: {} for moment in moments}
     for entry in entries:
-        if entry.place == place and moment in entry.during and entry.num_bytes:
-            held[entry.owner] = held.get(entry.owner, 0) + entry.num_bytes
+        if entry.place == place and entry.num_bytes:
+            for moment in held.keys() & entry.during:
+                held[moment][entry.owner] = held[moment].get(entry.owner, 0) + entry.num_bytes
     return held

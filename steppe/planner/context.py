@@ -27,35 +27,38 @@ _NOTHING = Context(0, "", 2**62)
 
 
 def max_context(job: Job) -> Context:
-    """The longest context of any layout under any program that pays when memory is short."""
-    return _longest(job, all_programs)
+    """The longest context of any layout: plain (unless something is forced), or with every switch on that may be."""
+    longest = _longest(job, most_switches)
+    return longest if job.forced else max(longest, max_context_plain(job), key=_rank)
 
 
 def max_context_plain(job: Job) -> Context:
     """The same of the plain program on its own strongest layout."""
-    return _longest(job, lambda job: (PLAIN,))
+    return _longest(job, lambda job: PLAIN)
 
 
-def all_programs(job: Job) -> tuple[Policies, ...]:
-    """The least and the most switches that may be on: what lies between holds no more than both."""
-    shape = next(layouts(job, longest_first=True))
-    ways = programs(job, shape)
-    return (ways[0], ways[-1]) if len(ways) > 1 else ways
+def most_switches(job: Job) -> Policies:
+    """Every flattener on that may ever pay on this model and machine, in its most frugal choice."""
+    return programs(job, next(layouts(job, longest_first=True)))[-1]
 
 
-def _longest(job: Job, ways: Callable[[Job], tuple[Policies, ...]]) -> Context:
-    """Over D the largest only: it leaves each rank the fewest tokens; over E_p and P all that beat the best so far."""
+def _rank(context: Context) -> tuple[int, int]:
+    return context.num_tokens, -context.missing_bytes
+
+
+def _longest(job: Job, program: Callable[[Job], Policies]) -> Context:
+    """Over D the largest only: it leaves each rank the fewest tokens; over E_p and P all that beat the best so far,
+    the largest first."""
     step = _step(job)
     open_job = job.with_seq_len(step)
-    best: Context | None = None
-    for shape in layouts(open_job, longest_first=True):
-        for policies in ways(open_job):
-            at = _at(open_job, shape.mesh.sequence, shape.mesh.expert, shape.mesh.vocab, policies)
-            if best is None or not best.num_tokens:
-                best = max(best or _NOTHING, _boundary_of(at, step, 0), key=lambda c: (c.num_tokens, -c.missing_bytes))
-            elif best.num_tokens < LONGEST and at(best.num_tokens + step).fits:
-                best = _boundary_of(at, step, best.num_tokens)
-    assert best is not None, "a job has at least one layout"
+    policies = program(open_job)
+    best = _NOTHING
+    for shape in reversed(list(layouts(open_job, longest_first=True))):
+        at = _at(open_job, shape.mesh.sequence, shape.mesh.expert, shape.mesh.vocab, policies)
+        if not best.num_tokens:
+            best = max(best, _boundary_of(at, step, 0), key=_rank)
+        elif best.num_tokens < LONGEST and at(best.num_tokens + step).fits:
+            best = _boundary_of(at, step, best.num_tokens)
     return best
 
 

@@ -103,7 +103,7 @@ def explain(printed: Printed, shape: RunShape) -> tuple[Reading, ...]:
     found = [
         Reading(tensor, itemsize, copies, tensor.elements * itemsize * copies)
         for tensor in catalogue(shape)
-        for itemsize in tensor.itemsizes
+        for itemsize in dict.fromkeys(tensor.itemsizes)
         for copies in (1, 2, 3, 4)
         if tensor.elements and printed.matches(tensor.elements * itemsize * copies)
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from steppe.core.ledger import BLOCK_BACKWARD, HEAD_GATHERED, MLP_BACKWARD, PEAKS, STEP, Entry, Ledger, Moment
@@ -29,17 +30,23 @@ class Forecast:
     """One rank's predicted memory: the steady step, its phases, the node's host memory."""
 
     ledger: Ledger
-    phases: Mapping[str, int]  # device bytes at most: load, first step, steady step, evaluation, save
     host_bytes_per_node: int
 
     @property
     def device_peak_bytes(self) -> int:
-        return max(self.phases.values())
+        """The steady step's: no phase holds more, since each holds a part of what the step does."""
+        return self.ledger.device_peak_bytes
+
+    @property
+    def phases(self) -> Mapping[str, int]:
+        """Device bytes at most: at load, in the first step, a steady step, evaluation, a save."""
+        return _phases(self.ledger.entries)
 
     @property
     def reserved_bytes(self) -> int:
-        assert self.ledger.reserved_bytes is not None
-        return self.ledger.reserved_bytes
+        """What the caching allocator holds for the peak at least: every tensor in whole segments of 2 MiB."""
+        alive = (e for e in self.ledger.entries if e.place == "device" and self.ledger.moment in e.during)
+        return sum(-(-entry.num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES for entry in alive)
 
 
 def forecast(shape: RunShape, policies: Policies = PLAIN, *, without: frozenset[str] = frozenset()) -> Forecast:
@@ -47,11 +54,8 @@ def forecast(shape: RunShape, policies: Policies = PLAIN, *, without: frozenset[
 
     `without` names tensors that the program at hand doesn't have: a fused AdamW has no "foreach transient".
     """
-    entries = tuple(e for e in program_entries(shape, policies) if e.tensor not in without)
-    ledger = Ledger.from_entries(entries)
-    ledger = replace(ledger, reserved_bytes=_reserved(entries, ledger.moment))
-    ranks_on_a_node = min(shape.mesh.ranks_per_node, shape.mesh.world)
-    return Forecast(ledger, _phases(entries), ledger.host_bytes * ranks_on_a_node)
+    ledger = Ledger.from_entries(e for e in program_entries(shape, policies) if e.tensor not in without)
+    return Forecast(ledger, ledger.host_bytes * min(shape.mesh.ranks_per_node, shape.mesh.world))
 
 
 def predict(shape: RunShape, policies: Policies = PLAIN) -> Ledger:
@@ -66,14 +70,32 @@ def program_entries(shape: RunShape, policies: Policies = PLAIN) -> Iterator[Ent
     """Every entry of the program's ledger, those of no bytes left out."""
     replaced = frozenset(itertools.chain.from_iterable(_replaced(name, policies) for name in NAMES))
     held = with_own_head(shape) if HEAD_GATHERED in replaced else shape
-    common: list[Entry] = [*sharding_entries(held), *block_entries(shape)]
+    common = [_sharding(held), _block(shape)]
     if HEAD_GATHERED in replaced:
-        common += own_head_entries(shape)
+        common.append(tuple(own_head_entries(shape)))
     if is_plain(policies):
-        common += router_loss_entries(shape)
-    for name in NAMES:
-        common += (through_backward(e) for e in half(name, "budget").entries(held, policies.get(name, OFF)))
-    yield from (entry for entry in common if entry.num_bytes and entry.tensor not in replaced)
+        common.append(tuple(router_loss_entries(shape)))
+    own = (_of_flattener(name, held, policies.get(name, OFF)) for name in NAMES)
+    for entry in itertools.chain(*common, *own):
+        if entry.tensor not in replaced:
+            yield entry
+
+
+@lru_cache(maxsize=64)
+def _sharding(shape: RunShape) -> tuple[Entry, ...]:
+    return tuple(entry for entry in sharding_entries(shape) if entry.num_bytes)
+
+
+@lru_cache(maxsize=64)
+def _block(shape: RunShape) -> tuple[Entry, ...]:
+    return tuple(entry for entry in block_entries(shape) if entry.num_bytes)
+
+
+@lru_cache(maxsize=256)
+def _of_flattener(name: str, shape: RunShape, policy: Any) -> tuple[Entry, ...]:
+    """One flattener's entries: a search asks for the same ones in many subsets."""
+    entries = half(name, "budget").entries(shape, policy)
+    return tuple(through_backward(entry) for entry in entries if entry.num_bytes)
 
 
 def is_plain(policies: Policies) -> bool:
@@ -137,12 +159,6 @@ def _is_for_backward(entry: Entry) -> bool:
 
 def _peak(entries: tuple[Entry, ...], moments: Any) -> int:
     return Ledger.from_entries(entries, moments=moments).device_peak_bytes
-
-
-def _reserved(entries: tuple[Entry, ...], moment: str) -> int:
-    """What the caching allocator holds for them at least: every tensor in whole segments of 2 MiB."""
-    alive = (e.num_bytes for e in entries if e.place == "device" and moment in e.during)
-    return sum(-(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES for num_bytes in alive)
 
 
 def subsets(policies: Policies) -> Iterator[Policies]:

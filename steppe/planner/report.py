@@ -23,6 +23,10 @@ def report(told: Answer) -> str:
             title,
             "",
             *table(["per rank", "plain", "flattened"], _rows(told)),
+            *(
+                f"{name} peak: {_holders(side)}"
+                for name, side in (("plain", told.plain), ("flattened", told.flattened))
+            ),
             "",
             "switches, in the method's order of decision",
             *_hanging(switches),
@@ -49,7 +53,7 @@ def _fit(side: Side) -> str:
 
 def _holders(side: Side) -> str:
     holders = side.chosen.forecast.ledger.holders
-    most = sorted(holders, key=lambda owner: -holders[owner])[:3]
+    most = sorted(holders, key=lambda owner: -holders[owner])[:4]
     return ", ".join(f"{owner} {format_bytes(holders[owner])}" for owner in most)
 
 
@@ -62,8 +66,7 @@ def _context(side: Side) -> str:
 
 _LINES = (
     ("device peak", lambda s: format_bytes(s.chosen.forecast.device_peak_bytes)),
-    ("  stands at", lambda s: s.chosen.forecast.ledger.moment),
-    ("  held by", _holders),
+    ("  at", lambda s: s.chosen.forecast.ledger.moment),
     ("reserved, at least", lambda s: format_bytes(s.chosen.forecast.reserved_bytes)),
     ("fits", _fit),
     ("first step", lambda s: format_bytes(s.chosen.forecast.phases["first step"])),

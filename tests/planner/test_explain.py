@@ -102,3 +102,9 @@ def test_two_copies_are_a_reading_after_one() -> None:
     doubled = explain(Printed("74.19", "GiB"), shape)
     assert [reading.copies for reading in doubled] == sorted(reading.copies for reading in doubled)
     assert any(r.copies == 2 and r.tensor.name == "logits" for r in doubled)
+
+
+def test_no_reading_is_told_twice() -> None:
+    shape = RunShape(load_model("qwen3-0.6b"), BatchShape(65536))
+    readings = [str(reading) for reading in explain(Printed("37.09", "GiB"), shape)]
+    assert len(readings) == len(set(readings))

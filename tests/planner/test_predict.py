@@ -253,3 +253,27 @@ def test_the_peak_grows_with_tokens_and_layers(tokens: int, layers: int, world: 
 
     assert peak(model, 2 * tokens) >= peak(model, tokens)
     assert peak(replace(model, num_layers=layers + 1), tokens) >= peak(model, tokens)
+
+
+def _logits(tokens: int, model: ModelShape, bytes_an_element: int, tensor: int = 1) -> float:
+    return tokens * model.vocab * bytes_an_element / tensor / GiB
+
+
+def test_qwen3_32b_under_tensor_parallelism_grows_as_counted() -> None:
+    """pytorch/torchtitan#1690: 43.45 GiB at 16 sequences of 4,096, 70.79 GiB at 32, FSDP 4 x TP 8, full recompute.
+
+    torch's loss-parallel backward holds bf16 logits (2), the log-softmax, the one-hot gradient, their sum and its
+    product with the upstream factor (4 x 4); sequence parallelism divides the block inputs.
+    """
+    model, tokens = load_model("qwen3-32b"), 16 * 4096
+    boundaries = model.num_layers * tokens * model.hidden * 2 / 8 / GiB
+    gathered_hidden = 2 * tokens * model.hidden * 2 / GiB  # into the head, and its gradient
+    slope = _logits(tokens, model, 2 + 4 * 4, tensor=8) + boundaries + gathered_hidden
+    assert slope == pytest.approx(70.79 - 43.45, rel=0.05)
+
+
+@pytest.mark.parametrize(("measured", "counted"), [(16.8, 4 * 4), (18.2, 2 + 4 * 4)])
+def test_measured_bytes_of_plain_cross_entropy_are_counted_tensors(measured: float, counted: int) -> None:
+    """PrimeIntellect-ai/prime-rl, reserved bytes x N x V: the float32 copy is held by the caller, and at the upper
+    end the bf16 logits too; transformers frees the copy, which makes 14."""
+    assert counted == pytest.approx(measured, rel=0.05)

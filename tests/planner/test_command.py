@@ -1,0 +1,165 @@
+"""`steppe plan` and `steppe explain`: fast, without torch, with stable keys and one-line refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from steppe import cli
+from steppe.core.ledger import PEAKS
+from steppe.planner.plan import read_plan
+
+ROOT = Path(__file__).parents[2]
+ASKED = ["--seq-len", "1M", "--ranks", "16", "--device-memory", "141GB", "--host-memory", "2TB"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = cli.main(list(args))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "paper-667b", "--seq-len", "1M", "--ranks", "64", "--device-memory", "141GB", "--host-memory", "2TB"],
+        ["explain", "37.09 GiB", "qwen3-0.6b", "--seq-len", "65536"],
+    ],
+    ids=lambda c: c[0],
+)
+def test_the_answer_comes_within_a_second_of_cpu_and_without_torch(command: list[str]) -> None:
+    probe = (
+        "import sys, time, json\n"
+        f"from steppe import cli\ncode = cli.main({command!r})\n"
+        "heavy = [m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules]\n"
+        "print(json.dumps([code, heavy, time.process_time()]), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, cwd=ROOT)
+    code, heavy, seconds = json.loads(done.stderr.splitlines()[-1])
+    assert (code, heavy) == (0, [])
+    assert seconds < 1.0
+
+
+def test_json_has_the_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", "paper-120b", *ASKED, "--json")
+    told = json.loads(out)
+    for side in ("plain", "flattened"):
+        assert {
+            "device_peak_bytes", "peaks", "host_bytes", "max_context_tokens", "tokens_per_second_modelled",
+        } <= set(told[side])  # fmt: skip
+        assert tuple(told[side]["peaks"]) == PEAKS
+    assert all(set(switch) == {"flattener", "on", "why"} for switch in told["switches"])
+    assert {"model", "data", "train", "launch", "flatten"} <= set(told["plan"])
+    assert told["flattened"]["fits"]
+    assert not told["plain"]["fits"]
+
+
+def test_the_written_plan_is_the_one_that_was_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out_file = tmp_path / "plan.toml"
+    _, out, _ = run(capsys, "plan", "paper-120b", *ASKED, "--json", "--out", str(out_file))
+    told = json.loads(out)["plan"]
+    written = read_plan(out_file).to_tables()
+    assert Path(written["model"].pop("config")).name == "paper-120b.json"
+    told["model"].pop("config")
+    assert written == told
+
+
+def test_the_table_names_the_peaks_the_switches_and_the_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", "paper-667b", "--seq-len", "1M", "--ranks", "64", "--device-memory", "141GB",
+                       "--host-memory", "2TB")  # fmt: skip
+    assert code == 0
+    for words in ("vocab peak", "device peak", "longest context", "host memory of a node", "GB/s of host memory"):
+        assert words in out
+    assert "without it the device misses" in out
+    assert max(map(len, out.splitlines())) <= 400
+
+
+def test_a_sweep_says_which_peaks_fall_when_devices_double(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "plan", "qwen3-30b-a3b", "--seq-len", "128K", "--ranks", "8,16,64", "--device-memory", "80GB"
+    )
+    assert "optimizer: " in out
+    assert "falls" in out
+    assert "hits the ceiling next" in out
+    _, out, _ = run(capsys, "plan", "qwen3-30b-a3b", "--seq-len", "128K", "--ranks", "8,16", "--json")
+    assert [told["ranks"] for told in json.loads(out)["sweep"]] == [8, 16]
+
+
+def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(capsys, "plan", "paper-120b", *ASKED, "--picture", str(tmp_path / "peaks.png"))
+    assert (tmp_path / "peaks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_reads_a_whole_message_on_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("OutOfMemoryError: Tried to allocate 48.00 GiB. GPU 0 has 80 GiB"))
+    code, out, _ = run(capsys, "explain", "-", "qwen3-30b-a3b", "--seq-len", "131072", "--json")
+    assert code == 0
+    assert json.loads(out)["readings"][0]["tensor"] == "one-hot of the chosen experts"
+
+
+def test_explain_says_when_no_reading_matches(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", "36.21 GiB", "qwen3-0.6b", "--seq-len", "65536")
+    assert code == 1
+    assert "no tensor of this run has that size" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["plan", "no-such-model", "--seq-len", "8K"], "paper-120b, paper-241b"),
+        (
+            ["plan", "qwen3-30b-a3b", "--seq-len", "8K", "--ranks", "8", "--expert", "3"],
+            "E_p: got 3; allowed: a divisor",
+        ),
+        (["plan", "qwen3-30b-a3b", "--seq-len", "8K", "--ranks", "12", "--sequence", "3"], "D: got 3"),
+        (
+            ["plan", "deepseek-v3", "--seq-len", "8K", "--ranks", "8", "--device-memory", "80GB"],
+            "smallest W that holds",
+        ),
+        (["plan", "qwen3-4b", "--seq-len", "8K", "--ranks", "eight"], "--ranks"),
+        (["plan", "qwen3-4b", "--seq-len", "8K", "--on", "vocab", "--off", "vocab"], "--on and --off"),
+        (["plan", "qwen3-4b", "--seq-len", "8K", "--batch", "0"], "--batch"),
+        (["plan", "qwen3-4b", "--seq-len", "8K", "--device-memory", "1GB"], "kept free"),
+        (["explain", "it crashed", "qwen3-4b", "--seq-len", "8K"], "Tried to allocate"),
+    ],
+)
+def test_bad_input_is_one_line_with_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_an_unknown_model_type_lists_the_known_ones_and_how_to_add_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8}')
+    code, _, err = run(capsys, "plan", str(tmp_path), "--seq-len", "8K")
+    assert code == 2
+    assert "qwen3_moe" in err
+    assert "steppe/planner/models.py" in err
+
+
+def test_sizes_in_gb_and_gib_are_both_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = []
+    for memory in ("80GB", "80GiB"):
+        _, out, _ = run(capsys, "plan", "qwen3-30b-a3b", "--seq-len", "128K", "--device-memory", memory, "--json")
+        peaks.append(json.loads(out)["plain"]["max_context_tokens"])
+    assert peaks[0] < peaks[1]
+
+
+def test_planning_a_large_sweep_stays_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    run(capsys, "plan", "deepseek-v3", "--seq-len", "128K", "--ranks", "64,512", "--device-memory", "141GB")
+    assert time.process_time() - start < 5

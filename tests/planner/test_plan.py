@@ -1,0 +1,66 @@
+"""Plans round-trip through TOML, in words that a run.toml knows."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from steppe.core.errors import ConfigError
+from steppe.core.policy import OFF
+from steppe.core.shapes import BatchShape, Dtypes, MeshShape
+from steppe.flatteners import NAMES
+from steppe.planner.plan import Plan, policy_class, policy_from, policy_table, read_plan, write_plan
+from steppe.planner.predict import subsets
+from steppe.planner.search import policies_of
+
+ALL_ON = {name: policies_of(name)[0] for name in NAMES}
+MESH = MeshShape(16, sequence=8, expert=16, vocab=8)
+
+
+@pytest.mark.parametrize("policies", list(subsets(ALL_ON)), ids=lambda p: "".join("01"[x != OFF] for x in p.values()))
+def test_every_subset_round_trips(policies: dict[str, object], tmp_path: Path) -> None:
+    plan = Plan("qwen3-30b-a3b", BatchShape(2**20, 1, 2), MESH, Dtypes(), policies)
+    write_plan(plan, tmp_path / "plan.toml", comments=("a remark",))
+    assert read_plan(tmp_path / "plan.toml") == plan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_choice_of_a_policy_round_trips(name: str) -> None:
+    for policy in policies_of(name):
+        assert policy_from(name, tomllib.loads(_dumps({"p": policy_table(policy)}))["p"]) == policy
+
+
+def _dumps(table: dict[str, object]) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(table)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_means_the_defaults_and_off_is_a_value(name: str) -> None:
+    assert policy_from(name, "on") == policy_class(name)()
+    assert policy_from(name, "off") is OFF
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_field_of_a_policy_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[flatten.{name}\].*speed"):
+        policy_from(name, {"speed": 3})
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("x = ")
+    with pytest.raises(ConfigError, match="plan file"):
+        read_plan(tmp_path / "bad.toml")
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"model.config and data.seq_len"):
+        read_plan(tmp_path / "empty.toml")
+
+
+def test_without_tomli_w_a_plan_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tomli_w", None)
+    with pytest.raises(ConfigError, match="pip install tomli-w"):
+        write_plan(Plan("qwen3-4b", BatchShape(1024), MESH), tmp_path / "plan.toml")
