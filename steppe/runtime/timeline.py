@@ -67,11 +67,11 @@ class Timeline:
 
 
 def phases(codes: npt.NDArray[np.int8], seconds: Floats) -> list[tuple[float, int]]:
-    """(start, code) of each stretch of equal codes; fewer than three of them, or 2% of the time, are passed over."""
+    """(start, code) of each stretch of equal codes; fewer than three of them, or 0.5% of the time, are passed over."""
     starts = np.flatnonzero(np.diff(codes, prepend=-1))
     num_inside = np.diff(starts, append=codes.size)
     ends = np.append(seconds[starts[1:]], seconds[-1:])
-    lasting = (num_inside >= 3) & (ends - seconds[starts] >= 0.02 * np.ptp(seconds)) if codes.size else starts > 0
+    lasting = (num_inside >= 3) & (ends - seconds[starts] >= 0.005 * np.ptp(seconds)) if codes.size else starts > 0
     found: list[tuple[float, int]] = []
     for start in starts[lasting]:
         if not found or found[-1][1] != codes[start]:
