@@ -11,6 +11,7 @@ from typing import Any
 from steppe.core.errors import ConfigError
 from steppe.core.policy import OFF
 from steppe.core.units import format_bytes
+from steppe.flatteners import NAMES
 from steppe.training import config as configs
 from steppe.training.config import RunConfig
 from steppe.training.ranks import Place, on_this_rank, start_ranks
@@ -24,6 +25,7 @@ def on_ranks(
 ) -> int:  # fmt: skip
     """Run `work(config, args, device)` on every rank of the run, starting them when no launcher has."""
     config = _flattened(configs.load(args.config), args)
+    _check(config, args)
     place = Place.of(environment)
     if place is None:
         config.launch.mesh(args.ranks)
@@ -41,6 +43,19 @@ def _flattened(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     """The run with `--flatten NAME,...` switched on with their default policies."""
     names = [name for name in (getattr(args, "flatten", None) or "").split(",") if name]
     return config.with_flatten(**{name: configs.policy_class(name)() for name in names})
+
+
+def _check(config: RunConfig, args: argparse.Namespace) -> None:
+    """Refuse before any rank starts."""
+    if args.command == "verify" and all(policy == OFF for policy in config.flatten.values()):
+        raise ConfigError("verify", got="a run with every flattener off", allowed="at least one on",
+                          remedy='write boundary = "on" under [flatten], or pass --flatten boundary')  # fmt: skip
+    if args.command == "verify" and args.steps < 1:
+        raise ConfigError("--steps", got=args.steps, allowed="1 or more", remedy="3 show the steady step")
+    if args.command == "compare" and args.toggle not in NAMES:
+        raise ConfigError("--toggle", got=args.toggle, allowed=", ".join(NAMES), remedy="name one of the flatteners")
+    if args.command == "compare" and args.rounds < 1:
+        raise ConfigError("--rounds", got=args.rounds, allowed="1 or more", remedy="7 give a steady median")
 
 
 def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
@@ -74,9 +89,6 @@ def verify(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
     from steppe.runtime import collectives
     from steppe.verify import emit, side_by_side
 
-    if all(policy == OFF for policy in config.flatten.values()):
-        raise ConfigError("verify", got="a run with every flattener off", allowed="at least one on",
-                          remedy='write boundary = "on" under [flatten], or pass --flatten boundary')  # fmt: skip
     say = _voice()
     pair = side_by_side(config, steps=args.steps, device=device, say=say)
     if collectives.rank(collectives.world()) == 0:

@@ -109,6 +109,8 @@ def process_group(place: Place, timeout_s: float) -> Iterator[torch.device]:
 
 
 def _last_words(message: object) -> str:
-    """The last line of a traceback: what the rank itself would have printed."""
+    """What the rank itself would have printed: torch's error file holds the message, or a whole traceback."""
+    if isinstance(message, Mapping):
+        message = message.get("message", "")
     lines = [line for line in str(message).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no message"
