@@ -18,7 +18,8 @@ from steppe.core.units import format_bytes
 
 DEFAULT_CHUNK_BYTES: Final = 2**30
 TILE_ELEMENTS: Final = {"cpu": 2**16, "accelerator": 2**23}  # elementwise math runs on tiles of so many elements
-TILE_TENSORS: Final = 6  # float32 tensors of a tile alive at once, at most
+_TILE_TENSORS: Final = 4  # of a tile's backward, in the dtype of sums: activated, act, gradient, gate's gradient
+_WIDENED: Final = 3  # and gate, up and gradient where the rows are narrower
 _ROUTE_BYTES: Final = 4  # int32 row order
 
 
@@ -132,22 +133,25 @@ class Cost:
     workspace: int  # row buffers at the bound, allocated once, shared by all layers
     spill: int  # foreign weights, their gradients and receive slots, allocated once, shared by all layers
     output: int  # the layer's output, which the caller holds, and the upstream gradient
-    token_gradients: int
+    token_gradients: int  # in the dtype of sums
     weight_gradients: int
-    gradient_sums: int  # float32 sums of gradients that are narrower: of the experts in flight, and of the tokens
+    gradient_sums: int  # float32 sums of narrower weight gradients: of the experts in flight
     route_gradients: int
     row_order: int  # from forward to backward
+    tile: int  # of the elementwise middle
+    rounded: int  # the token gradients' narrower copy, after the last tile
 
     @property
     def peak_bytes(self) -> int:
-        return sum(vars(self).values())
+        return sum(vars(self).values()) - min(self.tile, self.rounded)
 
 
 def cost(layer: LayerShape, policy: DispatchPolicy) -> Cost:
-    """Every tensor of the backward, by name. Only `workspace` depends on c, and nothing on routing.
+    """Every tensor of the backward, by name. Only `workspace` and `tile` depend on c, and nothing on routing.
 
     Sums of narrower weight gradients: an expert holds one from its first chunk to its last. With one rank at most one
     expert crosses a chunk's edge; with several, sources stand at different experts, so the bound is all natives.
+    An activation that is a function adds what autograd saves of it for one tile.
     """
     narrow = layer.row_bytes < layer.sum_bytes
     tokens = layer.num_tokens * layer.hidden
@@ -155,15 +159,18 @@ def cost(layer: LayerShape, policy: DispatchPolicy) -> Cost:
     rows = chunk_tokens(policy, layer) * layer.num_choices + layer.num_ranks
     expert_sum = layer.expert_elements * max(4, layer.weight_bytes)
     in_flight = 1 if layer.num_ranks == 1 else layer.num_native
+    tile = min(layer.tile_elements, rows * layer.width) * layer.sum_bytes
     return Cost(
         workspace=rows * sum(width for _, width in row_buffers(layer)),
         spill=spill_bytes(layer, policy),
         output=2 * tokens * layer.row_bytes,
-        token_gradients=tokens * layer.row_bytes,
+        token_gradients=tokens * layer.sum_bytes,
         weight_gradients=layer.num_native * layer.expert_elements * layer.weight_bytes,
-        gradient_sums=(tokens * layer.sum_bytes + in_flight * expert_sum) if narrow else 0,
+        gradient_sums=in_flight * expert_sum if narrow else 0,
         route_gradients=routes * layer.sum_bytes,
         row_order=routes * _ROUTE_BYTES,
+        tile=tile * (_TILE_TENSORS + (_WIDENED if narrow else 0)),
+        rounded=tokens * layer.row_bytes if narrow else 0,
     )
 
 
@@ -209,13 +216,13 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
     held = cost(layer, policy)
     back = frozenset({Moment.BACKWARD})
     always = frozenset(Moment)
-    tile = TILE_TENSORS * layer.tile_elements * 4
     named = [
         Entry("dispatch", "chunk workspace", held.workspace, always),
         Entry("dispatch", "slots of foreign experts", held.spill, always),
-        Entry("dispatch", "float32 tile of the activation", tile, inside),
-        Entry("dispatch", "float32 sums of gradients", held.gradient_sums, back),
-        Entry("dispatch", "token gradients", held.token_gradients, back),
+        Entry("dispatch", "float32 tile of the activation", held.tile, inside),
+        Entry("dispatch", "float32 sums of weight gradients", held.gradient_sums, back),
+        Entry("dispatch", "token gradients, float32", held.token_gradients, back),
+        Entry("dispatch", "token gradients, rounded", max(0, held.rounded - held.tile), back),
         Entry("gathered", "expert gradients built so far", held.weight_gradients, back),
         Entry("dispatch", "route-weight gradients", held.route_gradients, back),
         Entry("dispatch", "combined output, float32", layer.num_tokens * layer.hidden * layer.sum_bytes,

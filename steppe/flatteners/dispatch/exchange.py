@@ -54,7 +54,7 @@ def pipelined_llep(
     _check_inputs(tokens, expert_ids, route_weights, experts)
     session = session or Session(policy or DispatchPolicy(), group)
     call = Call(session, experts.form(), experts.num_experts)
-    session.telemetry.taps += 1
+    session.telemetry.begin(torch.is_grad_enabled())
     with torch.autocast(tokens.device.type, enabled=False):
         handle = Tap.apply(call, tokens, route_weights, expert_ids, *experts.tensors)
         with torch.no_grad(), scopes.label("dispatch"):

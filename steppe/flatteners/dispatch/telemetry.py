@@ -16,7 +16,7 @@ class LayerStats:
     """Figures of the last planned pass of one layer, sums over all passes, and checks that came out."""
 
     layer: str = ""
-    forwards: int = 0
+    forwards: int = 0  # with gradients
     backwards: int = 0
     recomputes: int = 0
     flipped: int = 0  # recomputes whose router chose other experts
@@ -39,6 +39,7 @@ class Telemetry:
 
     layer: str = "experts"
     counting: bool = True
+    learning: bool = True  # the forward under way runs with gradients
     stats: LayerStats = field(default_factory=LayerStats)
     exchange_s: float = 0.0
     compute_s: float = 0.0
@@ -46,10 +47,15 @@ class Telemetry:
     taps: int = 0
     _flips: torch.Tensor | None = None
 
+    def begin(self, learning: bool) -> None:
+        """A call begins; in a recompute nothing follows it."""
+        self.learning = learning
+        self.taps += learning
+
     def planned(self, counts: Ints, layout: Layout, rank: int) -> None:
         """A forward was planned from global counts [E_p, E]."""
         stats, plan = self.stats, layout.plan
-        stats.forwards += 1
+        stats.forwards += self.learning
         stats.chunks, stats.chunk_rows, stats.rows = layout.chunks, layout.chunk_rows, int(counts[rank].sum())
         stats.most_tokens = int(counts.sum(axis=1).max())
         mean = max(1.0, counts.sum() / plan.num_ranks)
@@ -57,7 +63,7 @@ class Telemetry:
         stats.load_after = float(plan.loads().max() / mean)
         stats.transfers = plan.num_transfers
         stats.foreign = int(((plan.dest == rank) & (plan.owner != rank)).sum())
-        if self.counting:
+        if self.counting and self.learning:
             total = counts.sum(axis=0)
             self.counts = total if self.counts is None else self.counts + total
 
@@ -95,6 +101,11 @@ def diagnose(stats: dict[str, Any]) -> tuple[str, ...]:
             found.append(
                 f"{layer.layer}: {layer.flipped} recomputes chose other experts than the forward: the router's gradient "
                 "is wrong there. Ties of top-k are pinned under SCO's checkpoint only"
+            )
+        if layer.forwards > layer.backwards > 0:
+            found.append(
+                f"{layer.layer}: {layer.forwards} forwards for {layer.backwards} backwards: something behind the experts "
+                "saves a tensor (a norm, dropout), so that a checkpoint runs them again; or results went unused"
             )
         elif layer.recomputes and not stats["ties_pinned"]:
             found.append(

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from steppe.core.errors import CollectiveTimeout, Refusal
 from steppe.flatteners.dispatch import reference
+from steppe.flatteners.dispatch.attach import attach, diagnose
+from steppe.flatteners.dispatch.budget import DispatchPolicy
 from steppe.flatteners.dispatch.plan import check_divides
 from steppe.flatteners.dispatch.routes import route
+from steppe.integrations.transformers import checkpoint_blocks
 from steppe.runtime import collectives
 from tests.flatteners.dispatch.cases import Case, flat, gradients, make_experts, make_inputs, new_session, shard
+from tests.support.float64 import float64_model, toy_config
 
 
 def run_cases(rank: int, world_size: int, cases: list[tuple[Case, bool]], hazards: bool) -> list[dict[str, Any]]:
@@ -80,3 +87,62 @@ def late_rank(rank: int, world_size: int) -> str:
     except CollectiveTimeout as late:
         return str(late)
     return "no time-out"
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    """Token ids [1, S_r], another length on every rank."""
+    return torch.randint(0, 256, (1, 9 + 5 * rank), generator=torch.Generator().manual_seed(rank))
+
+
+def summed_loss(model: Any, ids: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Cross-entropy of the next token, summed over the batch and divided by the global number of tokens."""
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / divisor
+
+
+def sharded_model(family: str, world_size: int, expert_ranks: int, policy: DispatchPolicy) -> tuple[Any, Any]:
+    """A float64 toy, experts over `ep` and FSDP2 over `efsdp`, everything else FSDP2 over all ranks."""
+    mesh = init_device_mesh("cpu", (world_size // expert_ranks, expert_ranks), mesh_dim_names=("efsdp", "ep"))
+    world = init_device_mesh("cpu", (world_size,))
+    model = float64_model(toy_config(family)).train()
+    spread_routers(model)
+    attached = attach(model, policy, mesh)
+    attached.shard_complement(mesh["efsdp"])
+    for module in (*model.model.layers, model):
+        wrapped = fully_shard(module, mesh=world)
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+    return model, attached
+
+
+def spread_routers(model: Any) -> None:
+    """Router weights that make some experts hot, the same on every rank."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+                parameter.copy_(values + torch.linspace(0, 1, len(values))[:, None])
+
+
+def family_steps(rank: int, world_size: int, cases: list[tuple[str, int, bool]]) -> list[dict[str, Any]]:
+    """Each (family, E_p, under checkpoint): full gradients of one step, expert forwards and MoE layers."""
+    return [_family_step(rank, world_size, *case) for case in cases]
+
+
+def _family_step(rank: int, world_size: int, family: str, expert_ranks: int, again: bool) -> dict[str, Any]:
+    model, attached = sharded_model(family, world_size, expert_ranks, DispatchPolicy(chunk_tokens=5))
+    if again:
+        checkpoint_blocks(model)
+    divisor = sum(batch_of(r).numel() - 1 for r in range(world_size))
+    loss = summed_loss(model, batch_of(rank), divisor)
+    loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DTensor's note on each gather of a strided shard
+        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    stats = attached.stats()
+    return {
+        "gradients": gradients if rank == 0 else {},
+        "forwards": [layer.forwards for layer in stats["layers"]],
+        "backwards": [layer.backwards for layer in stats["layers"]],
+        "told": diagnose(stats),
+    }

@@ -1,0 +1,195 @@
+"""PipelinedLLEP joins a live Hugging Face MoE model and leaves it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from steppe.core.policy import Conflict
+from steppe.flatteners.dispatch import recognise, router, shared
+from steppe.flatteners.dispatch.budget import DispatchPolicy
+from steppe.flatteners.dispatch.exchange import pipelined_llep
+from steppe.flatteners.dispatch.plan import check_divides
+from steppe.flatteners.dispatch.routes import Session
+from steppe.flatteners.dispatch.telemetry import Telemetry, diagnose
+from steppe.flatteners.dispatch.workspace import WorkspacePool
+from steppe.runtime import collectives
+
+__all__ = ["Attached", "attach", "conflicts", "diagnose"]
+
+EXPERT_AXIS = "ep"
+
+
+class Attached:
+    """The experts of a model behind PipelinedLLEP; one pool of workspaces for all layers.
+
+    `ties_pinned`: set it when the blocks run under SCO's checkpoint, which pins the router's top-k.
+    """
+
+    def __init__(self, model: nn.Module, policy: DispatchPolicy, pool: WorkspacePool) -> None:
+        self.model, self.policy, self.pool = model, policy, pool
+        self.sessions: dict[str, Session] = {}
+        self.experts: dict[str, nn.Module] = {}
+        self.ties_pinned = False
+        self._undo: list[Callable[[], object]] = []
+
+    def detach(self) -> None:
+        """The model's own forward again. Parameters keep the placement they have."""
+        while self._undo:
+            self._undo.pop()()
+        self.pool.close()
+
+    def stats(self) -> dict[str, Any]:
+        """One `LayerStats` a layer, and the counters of the pool."""
+        return {
+            "layers": [session.telemetry.read() for session in self.sessions.values()],
+            "num_ranks": max((s.num_ranks for s in self.sessions.values()), default=1),
+            "ties_pinned": self.ties_pinned,
+            "counters": dict(self.pool.counters),
+        }
+
+    def shard_complement(self, mesh: Any, **options: Any) -> None:
+        """FSDP2 over the axis that complements the expert axis, experts by experts; call it before the blocks'.
+
+        Gradients are summed, never divided: the loss is divided by the global number of tokens.
+        """
+        for module in self.experts.values():
+            sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def auxiliary_loss(
+        self, router_logits: Any, *, attention_mask: torch.Tensor | None = None, group: collectives.Group = None
+    ) -> torch.Tensor:
+        """This rank's share of the router's load-balancing loss from global counts; see `router.auxiliary_loss`."""
+        config = self.model.config.get_text_config()
+        return router.auxiliary_loss(
+            router_logits, config.num_experts_per_tok, attention_mask=attention_mask, group=group
+        )
+
+    def update_router_bias(self, rate: float = 1e-3, *, group: collectives.Group = None) -> int:
+        """Once per optimizer step: move every `e_score_correction_bias` by the global counts since the last call.
+
+        `group` holds the ranks whose tokens count (all of them). Returns the number of routers updated.
+        """
+        updated = 0
+        for block, module in recognise.blocks_of(self.model, self.experts):
+            bias = getattr(recognise.router_of(block), "e_score_correction_bias", None)
+            if bias is None:
+                continue
+            name = next(n for n, m in self.experts.items() if m is module)
+            session = self.sessions[name]
+            counts = torch.zeros(len(bias), dtype=torch.int64, device=bias.device)
+            if (seen := session.telemetry.take_counts()) is not None:
+                counts += torch.from_numpy(seen).to(bias.device)
+            collectives.all_reduce(counts, group)
+            bias.copy_(router.updated_bias(bias, counts.cpu().numpy(), rate))
+            updated += 1
+        return updated
+
+    def _join(self, name: str, module: Any, group: collectives.Group, transfers: collectives.Group) -> None:
+        session = Session(self.policy, group, transfers, self.pool, Telemetry(layer=name))
+        self.sessions[name], self.experts[name] = session, module
+        read = recognise.reader(module)
+
+        def forward(hidden_states: torch.Tensor, *routes: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+            session.telemetry.counting = module.training
+            rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+            ids, weights = _routes(routes, named)
+            return pipelined_llep(rows, ids, weights, read(_local), session=session).view(hidden_states.shape)
+
+        self._undo.append(shared.replace_forward(module, forward))
+
+
+def attach(model: nn.Module, policy: DispatchPolicy, mesh: Any = None, *, pool: WorkspacePool | None = None) -> Attached:
+    """Run every expert module of `model` through PipelinedLLEP; shared experts run before the routed ones.
+
+    `mesh`: a DeviceMesh with an axis named "ep" (or a one-axis mesh without names) shards the experts over it, Shard(0);
+    call `shard_complement` for FSDP2 over the other axis. Without such an axis the experts stay where they are.
+
+    Raises: ConfigError for a model whose experts are not recognised, or E not a multiple of E_p.
+    """
+    experts = recognise.expert_modules(model)
+    axis = _expert_axis(mesh)
+    group = None if axis is None or axis.size() == 1 else axis.get_group()
+    for module in experts.values():
+        check_divides(module.gate_up_proj.shape[0], collectives.size(group))
+    transfers = _transfer_group(mesh, axis) if group is not None else None
+    attached = Attached(model, policy, pool or WorkspacePool())
+    for name, module in experts.items():
+        if axis is not None:
+            _shard(module, axis)
+        attached._join(name, module, group, transfers)
+    for block, _ in recognise.blocks_of(model, experts):
+        if (name := recognise.shared_expert(block)) is not None:
+            attached._undo.append(shared.run_first(block, name))
+    return attached
+
+
+def conflicts(*live: Any) -> tuple[Conflict, ...]:
+    """Models whose experts another piece of software already runs or wraps."""
+    found: list[Conflict] = []
+    for model in (item for item in live if isinstance(item, nn.Module)):
+        if hasattr(model, "_orig_mod"):
+            found.append(Conflict("torch.compile around the whole model", "compile attention and norms of each block"))
+        for name, module in model.named_modules():
+            if getattr(module, "_is_expert_parallel", False):
+                found.append(
+                    Conflict(
+                        f"{name} is expert-parallel by transformers",
+                        "load with ep_implementation='pipelined_llep' (dispatch.registry), or without expert parallelism",
+                    )
+                )
+            if name.endswith("experts") and hasattr(module, "base_layer"):
+                found.append(Conflict(f"{name} is wrapped by an adapter", "merge the adapter, or leave dispatch off"))
+    return tuple(found)
+
+
+def _routes(routes: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Expert ids and route weights, by place or by the names that transformers' families give them."""
+    names = ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights")
+    rest = (named[name] for pair in names[len(routes) :] for name in pair if name in named)
+    return (*routes, *rest)
+
+
+def _expert_axis(mesh: Any) -> Any | None:
+    """The sub-mesh over which experts are sharded."""
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names
+    if names is None:
+        return mesh if mesh.ndim == 1 else None
+    return mesh[EXPERT_AXIS] if EXPERT_AXIS in names else None
+
+
+def _transfer_group(mesh: Any, axis: Any) -> collectives.Group:
+    """A process group of their own for travelling weights; every rank makes all groups, in the same order."""
+    mine = None
+    columns = mesh.mesh.movedim((mesh.mesh_dim_names or (EXPERT_AXIS,)).index(EXPERT_AXIS), -1)
+    own = set(axis.mesh.flatten().tolist())
+    for ranks in columns.reshape(-1, axis.size()).tolist():
+        group = collectives.new_group(ranks)
+        if set(ranks) == own:
+            mine = group
+    return mine
+
+
+def _shard(module: nn.Module, axis: Any) -> None:
+    """Parameters as DTensors, Shard(0) over the expert axis; those that are already keep their placement."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not isinstance(parameter, DTensor):
+            placed = distribute_tensor(parameter.detach(), axis, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part, tied to autograd."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
