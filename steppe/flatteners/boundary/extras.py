@@ -17,7 +17,7 @@ def choose(timings: Timings, wanted: Wanted, to_device_rate: float, min_bytes: i
         Candidate(label, size, taken, reload_ns(size, to_device_rate))
         for label, call in calls.items()
         for taken, size in (timings.measured[call],)
-        if size >= min_bytes
+        if size and size >= min_bytes
     ]
     ranked = rank_candidates(candidates, wanted.limit)
     kept = frozenset(calls[c.operator] for c in ranked if c.choice == "keep")

@@ -181,6 +181,8 @@ class Parcel:
         if not self._claims and self._outbound is not None and not self.stays:
             if self._inbound is not None:  # never taken: the block may not be lent again before the copy has ended
                 self._outbound, self._inbound = self._inbound, None
+            else:
+                self._outbound.wait()  # still on its way out when it was wanted again: the lane lets go of it, too
             self.here = None
 
     def cancel(self, boundary: int) -> None:
