@@ -18,7 +18,7 @@ SCHEDULES: Final = {
     "boundary": "SCO",
     "optimizer": "OffloadStreamAdamW",
 }
-_STANDS_OUT: Final = 10  # a peak stands out when the device peak would fall by one part in so many
+_STANDS_OUT: Final = 10  # a peak stands out when what stands then would fall by one part in so many
 _BAR: Final = 24
 
 
@@ -57,7 +57,7 @@ def advice(ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None)
     said = [f"The peak is {format_bytes(height)}, in {ledger.moment or 'no step'}; {top} holds {share}% of it."]
     if ceiling_bytes is not None:
         said.append(_against(height, ceiling_bytes))
-    worth = [(owner, low) for owner, low, fall in _falls(timeline) if fall * _STANDS_OUT >= height]
+    worth = [(owner, low) for owner, low, fall in _falls(timeline) if fall * _STANDS_OUT >= low + fall]
     for place, (owner, low) in enumerate(worth):
         first = "First" if place == 0 else "Then"
         said.append(f"{first} {owner} ({SCHEDULES[owner]}): the peak can fall to {format_bytes(low)}.")
@@ -76,7 +76,7 @@ def advice(ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None)
 
 
 def _falls(timeline: Timeline) -> list[tuple[str, int, int]]:
-    """(peak, height after, bytes that its going alone takes off) in the order in which to switch on."""
+    """(peak, height once it is gone too, bytes that this takes off) in the order in which to switch on."""
     falls, height = [], timeline.peak[1]
     for owner, low in order(timeline):
         falls.append((owner, low, height - low))

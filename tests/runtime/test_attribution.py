@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from steppe.core.ledger import Ledger
 from steppe.runtime import scopes
 from steppe.runtime.allocator import allocator_peak
 from steppe.runtime.attribution import attribute
 from steppe.runtime.meter import Meter
-from tests.support.float64 import FAMILIES, toy_model
+from tests.support.float64 import FAMILIES, toy_config, toy_model
 from tests.support.peaks import assert_peak
 
 LAYERS, HIDDEN, VOCAB, BATCH, LENGTH = 4, 64, 1024, 2, 64
@@ -52,6 +56,32 @@ def test_a_family_is_recognised_and_charged(family):
     assert peaks["attention"] > 0
     assert peaks["router"] > 0
     assert peaks["dispatch"] > TOKENS * HIDDEN * 4  # the experts' output alone is that
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_fake_tensors_take_what_real_ones_take_owner_by_owner(family):
+    """Eager attention and grouped_mm experts, in bfloat16: the programs that fake tensors can run."""
+    from transformers import AutoModelForCausalLM
+
+    config = toy_config(family, num_hidden_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB)
+    config._experts_implementation = "grouped_mm"
+
+    def run(mode: AbstractContextManager) -> Ledger:
+        with mode:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model.train()
+            model.activation_checkpointing_enable()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+            ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+            attribute(model)
+            with Meter(model, optimizer) as meter:
+                for _ in range(2):
+                    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return meter.ledger()
+
+    assert run(FakeTensorMode()) == run(nullcontext())
 
 
 def test_a_foreign_model_keeps_its_bits_and_its_forwards():
