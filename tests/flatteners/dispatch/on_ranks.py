@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from steppe.core.errors import CollectiveTimeout, Refusal
-from steppe.flatteners.dispatch import reference
+from steppe.flatteners.dispatch import reference, registry
 from steppe.flatteners.dispatch.attach import attach, diagnose
 from steppe.flatteners.dispatch.budget import DispatchPolicy
 from steppe.flatteners.dispatch.plan import check_divides
+from steppe.flatteners.dispatch.router import auxiliary_loss
 from steppe.flatteners.dispatch.routes import route
 from steppe.integrations.transformers import checkpoint_blocks
 from steppe.runtime import collectives
 from tests.flatteners.dispatch.cases import Case, flat, gradients, make_experts, make_inputs, new_session, shard
-from tests.support.float64 import float64_model, toy_config
+from tests.support.float64 import float64_model, toy_config, toy_model
 
 
 def run_cases(rank: int, world_size: int, cases: list[tuple[Case, bool]], hazards: bool) -> list[dict[str, Any]]:
@@ -146,3 +148,31 @@ def _family_step(rank: int, world_size: int, family: str, expert_ranks: int, aga
         "backwards": [layer.backwards for layer in stats["layers"]],
         "told": diagnose(stats),
     }
+
+
+def registered_ep(rank: int, world_size: int) -> torch.Tensor:
+    """Gradient of this rank's experts of the first block, through transformers' expert parallelism."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    registry.register(DispatchPolicy(chunk_tokens=5))
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "tp"))
+    model = toy_model("qwen3_moe").train()
+    plan = {}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        plan |= {f"{experts}.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
+        plan[experts] = "ep_dispatch_experts"
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, ep_implementation="pipelined_llep")
+    summed_loss(model, batch_of(rank), 20).backward()
+    gradient = model.model.layers[0].mlp.experts.gate_up_proj.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local().clone()
+
+
+def router_logits(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn((10 + 22 * rank, 8), generator=generator) * 3 for _ in range(2)]
+
+
+def auxiliary_shares(rank: int, world_size: int) -> torch.Tensor:
+    return auxiliary_loss(router_logits(rank), 2, group=collectives.world())
