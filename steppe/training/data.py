@@ -10,8 +10,10 @@ crosses the documents' ends, and no mask of S x S elements is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,15 +48,42 @@ class Batch:
         return Batch(self.input_ids.to(device), self.position_ids.to(device), self.labels.to(device))
 
 
-def check_working_set(batches: Sequence[Batch], allowed_tokens: int, step: int) -> None:
-    """Raises: WorkingSetError if a micro-batch has more than the declared N tokens."""
-    for batch in batches:
-        if batch.num_tokens > allowed_tokens:
+@dataclass(frozen=True)
+class WorkingSet:
+    """What is declared at launch: `num_tokens` (N) is the most that a micro-batch of one rank may have."""
+
+    num_tokens: int
+
+    def admit(self, num_tokens: int, where: str) -> None:
+        """Raises: WorkingSetError for more than N tokens; fewer run in the same buffers."""
+        if num_tokens > self.num_tokens:
             raise WorkingSetError(
-                f"micro-batch of step {step}", got=f"{batch.num_tokens} tokens",
-                allowed=f"N = {allowed_tokens}, declared at launch",
-                remedy="cut the documents (data.packing = \"cut\"), or start again with a larger data.seq_len",
+                where, got=f"{num_tokens} tokens", allowed=f"N = {self.num_tokens}, declared at launch",
+                remedy='cut the documents (data.packing = "cut"), or start again with a larger data.seq_len',
             )  # fmt: skip
+
+    def check(self, loader: Iterable[Batch], batches: int = 100) -> int:
+        """Look at the first batches before launch; the most tokens among them. Raises: WorkingSetError."""
+        most = 0
+        for number, batch in enumerate(islice(loader, batches)):
+            self.admit(batch.num_tokens, f"batch {number} of the loader")
+            most = max(most, batch.num_tokens)
+        return most
+
+
+class StepBatches(Sequence[Batch]):
+    """A step's micro-batches, none of which is kept: however many there are, one is alive."""
+
+    def __init__(self, source: RowSource, step: int, count: int) -> None:
+        self._source, self._step, self._count = source, step, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, micro: Any) -> Any:
+        if not 0 <= micro < self._count:
+            raise IndexError(micro)
+        return self._source.batch(self._step, micro)
 
 
 class RowSource:
@@ -91,11 +120,12 @@ class RowSource:
         """Go on where another number of ranks stopped; with the same number this changes nothing."""
         self._start = rows_read - step * self.rows_per_step
 
-    def batches(self, step: int) -> tuple[Batch, ...]:
-        """The micro-batches of this rank in `step`."""
-        return tuple(self._batch(step, micro) for micro in range(self._config.train.micro_batches))
+    def batches(self, step: int) -> StepBatches:
+        """The micro-batches of this rank in `step`, each made when it is asked for."""
+        return StepBatches(self, step, self._config.train.micro_batches)
 
-    def _batch(self, step: int, micro: int) -> Batch:
+    def batch(self, step: int, micro: int) -> Batch:
+        """One micro-batch of this rank."""
         places = positions(
             step, micro, self._rank, batch=self._rows_a_batch, micro_batches=self._config.train.micro_batches,
             world=self._world, start=self._start,

@@ -20,10 +20,11 @@ from steppe.core.policy import OFF
 from steppe.flatteners import half
 from steppe.integrations import transformers as hf
 from steppe.runtime import collectives, scopes
+from steppe.runtime.mesh import make_meshes
 from steppe.training import tokens
 from steppe.training.config import RunConfig
-from steppe.training.data import Batch, RowSource, check_working_set
-from steppe.training.model import build_model, device_mesh, join_sequences, load_model_config, shard
+from steppe.training.data import Batch, RowSource, WorkingSet
+from steppe.training.model import build_model, join_sequences, load_model_config, shard
 from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
 from steppe.training.schedule import dropout_seed, learning_rate
 
@@ -67,20 +68,21 @@ class Trainer:
             config.data, cache or Path(config.output.dir) / "data", self.model_config.vocab_size, self.group
         )
         self.data = RowSource(config, self.store, rank=self.rank, world=self.world)
+        self.working_set = WorkingSet(config.tokens_per_rank)
         self.next_step = 0
         self._make()
 
     def _make(self) -> None:
         """Model, flatteners, shards, optimizer: in this order, since a flattener may place parameters itself."""
         config = self.config
-        self.mesh = device_mesh(self.world, self.device)
+        self.meshes = make_meshes(config.launch.mesh(self.world), self.device)
         self.model = build_model(config, self.model_config)
         self.ulysses = join_sequences(self.model, config)
-        self.flattened = attach_all(self.model, {**config.flatten, "optimizer": OFF}, self.mesh)
+        self.flattened = attach_all(self.model, {**config.flatten, "optimizer": OFF}, self.meshes)
         if config.flatten["boundary"] == OFF and config.train.checkpointing:
             hf.checkpoint_blocks(self.model)
         self.plain_loss = hf.PlainLoss(self.model) if config.flatten["vocab"] == OFF else None
-        shard(self.model, self.mesh, config, self.device)
+        shard(self.flattened, config, self.device)
         with scopes.label("optimizer"):
             self.optimizer = self._make_optimizer()
 
@@ -93,7 +95,7 @@ class Trainer:
         if policy.max_norm is None:
             policy = dataclasses.replace(policy, max_norm=train.clip or math.inf)
         handle = half("optimizer", "attach").attach(
-            self.model, policy, self.mesh, groups=parameter_groups(self.model, train.weight_decay),
+            self.model, policy, groups=parameter_groups(self.model, train.weight_decay),
             lr=train.lr, betas=train.betas, eps=train.eps,
         )  # fmt: skip
         self.flattened.attached["optimizer"] = handle
@@ -114,23 +116,25 @@ class Trainer:
 
     def _fetch(self, given: Sequence[Batch] | None) -> tuple[Sequence[Batch], int, int]:
         """This step's micro-batches and the global counts of tokens and labels, agreed on by all ranks."""
-        batches, refusal = given if given is not None else self.data.batches(self.next_step), None
+        batches = given if given is not None else self.data.batches(self.next_step)
+        sizes, refusal = [(b.num_tokens, b.num_valid) for b in batches], None
         try:
-            check_working_set(batches, self.config.tokens_per_rank, self.next_step)
+            self.working_set.admit(max(n for n, _ in sizes), f"micro-batch of step {self.next_step}")
         except SteppeError as failure:
             refusal = failure
-        own = [sum(b.num_tokens for b in batches), sum(b.num_valid for b in batches), int(refusal is not None)]
+        own = [sum(n for n, _ in sizes), sum(v for _, v in sizes), int(refusal is not None)]
         total, valid, refused = collectives.all_reduce(torch.tensor(own, device=self.device), self.group).tolist()
         if refused:
             raise next(r for r in collectives.all_gather_object(refusal, self.group) if r is not None)
-        return [b.to(self.device) for b in batches], total, valid
+        return batches, total, valid
 
     def _accumulate(
         self, batches: Sequence[Batch], num_tokens: int, num_valid: int, keep: bool
     ) -> tuple[list[float], tuple[torch.Tensor, ...]]:
         """Forward and backward of every micro-batch; gradients add up in the shards."""
         sums, kept = torch.zeros(2, dtype=torch.float64, device=self.device), []
-        for micro, batch in enumerate(batches):
+        for micro in range(len(batches)):
+            batch = batches[micro].to(self.device)
             share = batch.num_tokens / num_tokens
             torch.manual_seed(dropout_seed(self.config.train.seed, self.next_step, micro, self.rank))
             if self.config.flatten["optimizer"] != OFF:
@@ -142,6 +146,7 @@ class Trainer:
                 )  # fmt: skip
             loss.total.backward()
             sums += torch.stack([loss.cross_entropy.double(), share * loss.auxiliary.double()])
+            del batch, loss
         return collectives.all_reduce(sums, self.group).tolist(), tuple(kept)
 
     @contextmanager

@@ -6,11 +6,10 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from steppe import compose
+from steppe.compose import Flattened
 from steppe.core.errors import ConfigError
 from steppe.integrations import transformers as hf
 from steppe.integrations.ulysses import Ulysses
@@ -18,11 +17,6 @@ from steppe.runtime import collectives, scopes
 from steppe.training.config import RunConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def device_mesh(ranks: int, device: torch.device) -> DeviceMesh:
-    """All ranks on one axis, over which parameters are sharded."""
-    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
 
 
 def load_model_config(config: RunConfig) -> Any:
@@ -63,25 +57,17 @@ def join_sequences(model: Any, config: RunConfig) -> Ulysses | None:
     return Ulysses(model, groups[rank // num_slices])
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, device: torch.device) -> None:
-    """FSDP2 on every block and on the rest; what is already a DTensor keeps its own placement.
-
-    Gradients are summed, never averaged: the loss is already divided by the global number of valid tokens.
-    """
+def shard(flattened: Flattened, config: RunConfig, device: torch.device) -> None:
+    """FSDP2 over all ranks in the run's precision; what a flattener placed keeps its own placement."""
     compute, storage = DTYPES[config.train.dtype], DTYPES[config.model.dtype]
     precision = MixedPrecisionPolicy()
     if compute != storage:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # transformers slices the hidden states before the head, whose forward is the identity here: nobody writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    placed = {p for p in model.parameters() if isinstance(p, DTensor)}
+    assert flattened.meshes is not None
     with scopes.label("weights"):
-        for module in (*hf.blocks(model), model):
-            fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=placed)
-        for owner in model.modules():
+        compose.shard(flattened, flattened.meshes, mp_policy=precision)
+        for owner in flattened.model.modules():
             for name, buffer in list(owner.named_buffers(recurse=False)):
                 setattr(owner, name, buffer.to(device))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

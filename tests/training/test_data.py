@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steppe.core.errors import ConfigError, DataError, SteppeError
+from steppe.core.errors import ConfigError, DataError, SteppeError, WorkingSetError
 from steppe.training import text
 from steppe.training.config import DataConfig, RunConfig
-from steppe.training.data import IGNORED, RowSource
+from steppe.training.data import IGNORED, RowSource, WorkingSet
 from steppe.training.tokens import TokenStore, load_tokenizer, prepare, train_tokenizer
 from tests.training.toys import TEXT, toy_run
 
@@ -209,6 +209,15 @@ def test_the_slices_of_a_sequence_are_its_row(tmp_path: Path) -> None:
             joined = np.concatenate([getattr(part, name).numpy() for part in parts], axis=1)
             assert (joined[:, : whole.input_ids.shape[1]] == getattr(whole, name).numpy()).all()
         assert sum(part.num_valid for part in parts) == whole.num_valid
+
+
+def test_a_loader_is_looked_at_before_launch(tmp_path: Path) -> None:
+    source = RowSource(toy_run(tmp_path, data={"seq_len": 6}), _store(60), rank=0, world=1)
+    loader = [source.batch(step, 0) for step in range(5)]
+    assert WorkingSet(6).check(loader) == 6
+    assert WorkingSet(5).check(loader, batches=0) == 0
+    with pytest.raises(WorkingSetError, match="batch 0 of the loader: got 6 tokens; allowed: N = 5"):
+        WorkingSet(5).check(loader)
 
 
 def test_another_number_of_ranks_goes_on_behind_the_rows_already_read(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def plain_and_truth(rank: int, world: int, configs: list[RunConfig]) -> list[Any
         trainer = Trainer(config)
         weights = {name: _full(value).clone() for name, value in trainer.model.state_dict().items()}
         ours = _gradients(trainer)
-        results.append((weights, trainer.model_config, ours, trainer.data.batches(0)))
+        results.append((weights, trainer.model_config, ours, tuple(trainer.data.batches(0))))
     return results
 
 

@@ -1,0 +1,61 @@
+"""The peak of a step: the same after a resume, and the same for 4 and 16 micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from steppe.runtime.meter import Meter
+from steppe.training import checkpoint
+from steppe.training.config import RunConfig
+from steppe.training.loop import Trainer
+from steppe.training.optimizer import local
+from tests.support.peaks import assert_peak
+from tests.support.ranks import run_ranks
+from tests.training.toys import toy_run
+
+
+def _metered(trainer: Trainer) -> int:
+    with Meter(trainer.model, trainer.optimizer) as meter:
+        trainer.step()
+    return meter.ledger().device_peak_bytes
+
+
+def resumed_peaks(rank: int, world: int, config: RunConfig) -> tuple[list[int], list[int]]:
+    root = Path(config.output.dir) / "checkpoints"
+    straight = Trainer(config)
+    straight.step()
+    straight.step()
+    checkpoint.save(straight, root, keep=1)
+    steady = [_metered(straight) for _ in range(3)]
+    del straight
+    again = Trainer(config)
+    checkpoint.load(again, root / "step-00000002")
+    return steady, [_metered(again) for _ in range(3)]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_the_peak_of_a_resumed_run_is_the_steady_peak(flatten: bool, tmp_path: Path) -> None:
+    config = toy_run(tmp_path, flatten={"boundary": "on", "optimizer": "on"} if flatten else {})
+    for steady, resumed in run_ranks(resumed_peaks, 2, config):
+        assert resumed == steady
+
+
+def peaks_by_micro_batches(rank: int, world: int, runs: list[RunConfig]) -> list[tuple[int, int]]:
+    found = []
+    for run in runs:
+        trainer = Trainer(run)
+        trainer.step()
+        found.append((_metered(trainer), sum(local(p).numel() * 4 for p in trainer.model.parameters())))
+    return found
+
+
+def test_the_peak_does_not_depend_on_the_number_of_micro_batches(tmp_path: Path) -> None:
+    # One text a row: with packed documents, a batch in which one ends needs a mask, and another may not.
+    base = toy_run(tmp_path, train={"batch": 4}, data={"packing": "stream"})
+    runs = [base.replace("train", micro_batches=count) for count in (1, 4, 16)]
+    for peaks in run_ranks(peaks_by_micro_batches, 2, runs):
+        (one, shards), (four, _), (sixteen, _) = peaks
+        assert sixteen == four
+        assert_peak(four, one, shards, "the gradient shards of the first micro-batch are alive in the second")
