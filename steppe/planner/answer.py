@@ -10,7 +10,7 @@ from steppe.core.ledger import PEAKS
 from steppe.core.shapes import RunShape
 from steppe.core.units import format_bytes, format_tokens
 from steppe.planner import block
-from steppe.planner.context import Context, max_context, max_context_plain, top_peak
+from steppe.planner.context import Context, in_words, max_context, max_context_plain, top_peak
 from steppe.planner.layouts import Job, check, check_weights_fit
 from steppe.planner.plan import Plan
 from steppe.planner.search import Candidate, Switch, search, search_plain, switches
@@ -133,7 +133,7 @@ def _shortage(seen: Candidate) -> str:
     if seen.device_missing:
         return (
             f"the device misses {format_bytes(seen.device_missing)}: {format_bytes(seen.forecast.device_peak_bytes)} "
-            f"at {ledger.moment}, most of it {peak} ({format_bytes(ledger.holders.get(peak, 0))})"
+            f"at {ledger.moment}, most of it {in_words(peak)} ({format_bytes(ledger.holders.get(peak, 0))})"
         )
     most = max(ledger.host_holders, key=lambda owner: ledger.host_holders[owner])
     return f"the host of a node misses {format_bytes(seen.host_missing)}, most of it {most}"
@@ -147,7 +147,7 @@ def _ceiling(job: Job, flattened: Side) -> str:
     return (
         f"batch x seqlen: {job.batch.batch} x {format_tokens(job.batch.seq_len)} over D {shape.mesh.sequence} is "
         f"N {have:,}; the working-set ceiling of this machine is about N {fits:,} "
-        f"(S {format_tokens(longest.num_tokens)}, stopped by {longest.stopped_by})"
+        f"(S {format_tokens(longest.num_tokens)}, stopped by {in_words(longest.stopped_by)})"
     )
 
 

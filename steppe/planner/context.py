@@ -27,38 +27,37 @@ _NOTHING = Context(0, "", 2**62)
 
 
 def max_context(job: Job) -> Context:
-    """The longest context of any layout: plain (unless something is forced), or with every switch on that may be."""
-    longest = _longest(job, most_switches)
-    return longest if job.forced else max(longest, max_context_plain(job), key=_rank)
+    """The longest context of any layout under any program that may run, the one with most switches tried first."""
+    return _longest(job, _all_programs)
 
 
 def max_context_plain(job: Job) -> Context:
     """The same of the plain program on its own strongest layout."""
-    return _longest(job, lambda job: PLAIN)
+    return _longest(job, lambda job: (PLAIN,))
 
 
-def most_switches(job: Job) -> Policies:
-    """Every flattener on that may ever pay on this model and machine, in its most frugal choice."""
-    return programs(job, next(layouts(job, longest_first=True)))[-1]
+def _all_programs(job: Job) -> tuple[Policies, ...]:
+    return programs(job, next(layouts(job, longest_first=True)))[::-1]
 
 
 def _rank(context: Context) -> tuple[int, int]:
     return context.num_tokens, -context.missing_bytes
 
 
-def _longest(job: Job, program: Callable[[Job], Policies]) -> Context:
-    """Over D the largest only: it leaves each rank the fewest tokens; over E_p and P all that beat the best so far,
-    the largest first."""
+def _longest(job: Job, ways: Callable[[Job], tuple[Policies, ...]]) -> Context:
+    """Over D the largest only: it leaves each rank the fewest tokens; over E_p, P and programs all that beat the best
+    so far, the largest groups first."""
     step = _step(job)
     open_job = job.with_seq_len(step)
-    policies = program(open_job)
     best = _NOTHING
-    for shape in reversed(list(layouts(open_job, longest_first=True))):
-        at = _at(open_job, shape.mesh.sequence, shape.mesh.expert, shape.mesh.vocab, policies)
-        if not best.num_tokens:
-            best = max(best, _boundary_of(at, step, 0), key=_rank)
-        elif best.num_tokens < LONGEST and at(best.num_tokens + step).fits:
-            best = _boundary_of(at, step, best.num_tokens)
+    shapes = list(layouts(open_job, longest_first=True))[::-1]
+    for policies in ways(open_job):
+        for shape in shapes:
+            at = _at(open_job, shape.mesh.sequence, shape.mesh.expert, shape.mesh.vocab, policies)
+            if not best.num_tokens:
+                best = max(best, _boundary_of(at, step, 0), key=_rank)
+            elif best.num_tokens < LONGEST and at(best.num_tokens + step).fits:
+                best = _boundary_of(at, step, best.num_tokens)
     return best
 
 
@@ -111,6 +110,11 @@ def _stopped(tokens: int, beyond: Candidate) -> Context:
     if beyond.host_missing and not beyond.device_missing:
         return Context(tokens, "host memory", beyond.host_missing)
     return Context(tokens, top_peak(beyond), beyond.device_missing)
+
+
+def in_words(owner: str) -> str:
+    """An owner as a reader knows it: `other` holds the norms, the MLP and the gradients of the block at work."""
+    return "activations of a block" if owner == "other" else owner
 
 
 def top_peak(seen: Candidate) -> str:

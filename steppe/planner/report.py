@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from steppe.core.ledger import PEAKS
 from steppe.core.units import format_bytes, format_tokens
 from steppe.planner.answer import Answer, Side
-from steppe.planner.context import LONGEST
+from steppe.planner.context import LONGEST, in_words
 
 
 def report(told: Answer) -> str:
@@ -54,14 +54,14 @@ def _fit(side: Side) -> str:
 def _holders(side: Side) -> str:
     holders = side.chosen.forecast.ledger.holders
     most = sorted(holders, key=lambda owner: -holders[owner])[:4]
-    return ", ".join(f"{owner} {format_bytes(holders[owner])}" for owner in most)
+    return ", ".join(f"{in_words(owner)} {format_bytes(holders[owner])}" for owner in most)
 
 
 def _context(side: Side) -> str:
     tokens = side.context.num_tokens
     if tokens >= LONGEST:
         return f"{format_tokens(tokens)} or more"
-    return f"{format_tokens(tokens)} (then {side.context.stopped_by})"
+    return f"{format_tokens(tokens)} (then {in_words(side.context.stopped_by)})"
 
 
 _LINES = (
