@@ -36,6 +36,10 @@ class Ticket(Protocol):
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Make the host wait."""
 
+    def release(self) -> None:
+        """Wait, and let go of source and destination now, though the device may not have come so far: for tensors
+        allocated on the compute stream that is current here, whose memory is then reused behind the copy."""
+
 
 After = Ticket | Iterable[Ticket] | None
 
@@ -104,6 +108,7 @@ class ThreadTicket:
             raise LaneError(self._lane.name, self.stage, self.buffer, repr(self.failure)) from self.failure
 
     synchronize = wait
+    release = wait
 
 
 class DoneTicket:
@@ -116,6 +121,7 @@ class DoneTicket:
         return None
 
     synchronize = wait
+    release = wait
 
 
 # A job in a list of one: whoever performs it takes it out, so that no queue keeps a reference.
@@ -247,6 +253,10 @@ class StreamTicket:
 
     def wait(self, timeout_s: float | None = None) -> None:
         torch.accelerator.current_stream(self._lane.device).wait_event(self._event)
+
+    def release(self) -> None:
+        self.wait()
+        self._keep = ()
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         limit = self._lane.timeout_s if timeout_s is None else timeout_s
