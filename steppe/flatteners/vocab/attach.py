@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from steppe.runtime import collectives
 from steppe.runtime.collectives import Group
 
 Tensor = torch.Tensor
+MESH: Final = ("vocab", ("vocab_replica", "vocab"))
 _SUM_ROWS = 4096  # rows of a gradient that are summed over the replicas at a time, in float32
 
 
@@ -89,6 +90,15 @@ class RingDTPLoss:
             num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, vocab_size=self._vocab,
             policy=self._policy, stats=self._stats,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """[N] each token's loss, 0 where its (already shifted) label is ignored; all ranks of the group call it."""
+        bias = None if self._head.bias is None else self._local(self._head.bias)
+        return ring_dtp_loss(
+            hidden, self._local(self._head.weight), labels, group=self._group, bias=bias, reduction="none",
+            vocab_size=self._vocab, policy=self._policy,
+        ).reshape(-1)  # fmt: skip
 
     def stats(self) -> RingStats:
         """Counters since the last `stats().reset()`."""

@@ -171,11 +171,14 @@ def entries(shape: RunShape, policy: VocabPolicy | Off) -> tuple[Entry, ...]:
 
 
 def _products(head: Head, sizes: Tiles) -> dict[str, int]:
-    """On an accelerator, 16-bit operands are rounded copies of the strip and products arrive before they are added."""
+    """On an accelerator, 16-bit operands are rounded copies of a tile and products arrive before they are added."""
     if head.hidden_bytes == head.state_bytes:
         return {}
-    largest = max(sizes.tile_vocab, sizes.tile_tokens * head.ranks) * head.hidden * head.state_bytes
-    return {"product": largest, "rounded strip": sizes.strip_bytes * head.hidden_bytes // head.state_bytes}
+    rows = sizes.tile_tokens * head.ranks
+    return {
+        "product": max(sizes.tile_vocab, rows) * head.hidden * head.state_bytes,
+        "rounded tile": rows * sizes.tile_vocab * head.hidden_bytes,
+    }
 
 
 def _plain(shape: RunShape) -> tuple[Entry, ...]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from steppe.core.errors import Refusal, ShapeError
 from steppe.core.units import MiB
 from steppe.flatteners.vocab.agree import agree, check_labels
 from steppe.flatteners.vocab.checks import check_weight
+from steppe.flatteners.vocab.functions import first_derivative_only
 from steppe.flatteners.vocab.schedule import chunk_bounds, num_chunks
 from steppe.runtime import collectives, scopes
 from steppe.runtime.collectives import Group
@@ -130,7 +130,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:  # type: ignore[override]
         (ids,), routes = ctx.saved_tensors, ctx.routes
         shape, dtype = ctx.kind

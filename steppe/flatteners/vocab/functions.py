@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from steppe.flatteners.vocab import activations, one_pass, weights
 from steppe.flatteners.vocab.batch import Batch, Call
@@ -32,6 +32,22 @@ def at_work(call: Call, like: Tensor) -> Iterator[None]:
     with scopes.label("vocab"), torch.autocast(like.device.type, enabled=False):
         yield
     call.stats.busy_s += time.perf_counter() - started
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that refuses `create_graph=True`. torch's once_differentiable refuses only where the upstream gradient
+    itself has a graph, and otherwise leaves second derivatives out without a word."""
+
+    @functools.wraps(backward)
+    def guarded(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "double backward through the vocabulary ring: its gradients have no graph; use create_graph=False, or "
+                "steppe.flatteners.vocab.reference.plain_loss where second derivatives are needed"
+            )
+        return backward(*args)
+
+    return guarded
 
 
 class Inputs(NamedTuple):
@@ -101,7 +117,7 @@ class AtOnce(torch.autograd.Function):
             return total / last, values.correct
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *grads, correction = ctx.saved_tensors
         with at_work(ctx.call, upstream):
@@ -152,7 +168,7 @@ class Streamed(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(  # type: ignore[override]
         ctx: Any,
         loss: Tensor | None,

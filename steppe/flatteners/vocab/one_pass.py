@@ -147,13 +147,19 @@ def run(call: Call, batch: Batch, upstream: float, grads: Gradients | None) -> T
     return state
 
 
-def _parts(tools: Tools, shard: Shard) -> Iterator[tuple[slice, Shard]]:
-    """The shard by tiles of vocabulary, each ready to multiply; one tile where nothing must be cast."""
+def _columns(tools: Tools, shard: Shard) -> Iterator[tuple[slice, Shard]]:
+    """The shard by tiles of vocabulary; one tile where nothing must be cast or added."""
     step = tools.call.tiles.tile_vocab
     for start in range(0, shard.weight.shape[0], step):
         stop = min(start + step, shard.weight.shape[0])
-        part = shard.part(start, stop)
-        yield slice(start, stop), replace(part, weight=tools.products.operand(part.weight, "weight", step))
+        yield slice(start, stop), shard.part(start, stop)
+
+
+def _parts(tools: Tools, shard: Shard) -> Iterator[tuple[slice, Shard]]:
+    """The same, each ready to multiply."""
+    for columns, part in _columns(tools, shard):
+        weight = tools.products.operand(part.weight, "weight", tools.call.tiles.tile_vocab)
+        yield columns, replace(part, weight=weight)
 
 
 def _gradients(
@@ -164,7 +170,8 @@ def _gradients(
     slopes = row_slopes(whole, tools.call.objective, loss=torch.full_like(whole[:, 0], upstream))
     tools.space.gradient_(strip, block.labels - shard.start, slopes, shard.class_weight)
     if grads.weight is not None:
-        tools.products.add_weight(grads.weight, strip, rows)
+        for columns, _ in _columns(tools, shard):
+            tools.products.add_weight(grads.weight[columns], strip[:, columns], rows)
     if grads.bias is not None:
         grads.bias.add_(strip.sum(0))
     if back is not None:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from steppe.core.errors import ConfigError, ShapeError
 from steppe.flatteners.vocab.batch import Call, Shard, Tools
 from steppe.flatteners.vocab.budget import VocabPolicy
-from steppe.flatteners.vocab.functions import Inputs, at_work
+from steppe.flatteners.vocab.functions import Inputs, at_work, first_derivative_only
 from steppe.flatteners.vocab.objective import empty_state, merge
 from steppe.flatteners.vocab.prepare import Given, Request, prepare
 from steppe.flatteners.vocab.ring import ring_dtp
@@ -174,7 +173,7 @@ class _TopK(torch.autograd.Function):
         return values, places
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, places = ctx.saved_tensors
         with at_work(ctx.call, x):
@@ -220,7 +219,7 @@ class _SoftmaxMatmul(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, values, state, out = ctx.saved_tensors
         call = ctx.call

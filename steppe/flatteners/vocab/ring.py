@@ -84,7 +84,8 @@ def ring_dtp(
     )  # fmt: skip
     given = Given(hidden, weight, labels, bias, class_weight)
     call, inputs = prepare(request, given, group, stats)
-    return _evaluate(call, inputs, request, any(given.needs_grad()), labels.shape)
+    grad = any(given.needs_grad()) and set(request.want) != {"num_correct"}
+    return _evaluate(call, inputs, request, grad, labels.shape)
 
 
 def _evaluate(call: Call, inputs: Inputs, request: Request, grad: bool, shape: torch.Size) -> RingDTPOutput:

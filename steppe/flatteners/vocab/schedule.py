@@ -14,7 +14,7 @@ from steppe.core.shapes import MachineShape
 
 SCHEDULES: Final = ("local", "one_pass", "weights", "activations")
 LABEL_BYTES: Final = 8
-SHARD_ROWS: Final = 8192  # vocabulary rows of a streaming tile, the method's shard size
+SHARD_ROWS: Final = 8192  # most rows that go round at a time, and of a streaming tile: the method's shard size
 RING_BUFFERS: Final = 5  # float32 gradients of one chunk: two at home, two leaving, one arriving
 COEFFICIENTS: Final = 5  # numbers a row that its gradient needs: peak, slope, tilt, target, smooth
 
@@ -164,9 +164,8 @@ def _block_tiles(head: Head, limits: Limits) -> Tiles:
     if limits.tile_tokens is None and most_rows > block:
         strip = max(strip, limits.budget_bytes)  # a fixed working set, whatever the vocabulary's divisors are
     width = most_vocab
-    if head.casts:
-        cast_rows = max(1, limits.budget_bytes // (4 * head.state_bytes * head.hidden))
-        width = min(limits.tile_vocab or cast_rows, most_vocab)
+    if head.casts or head.weight_bytes < head.state_bytes:  # tiles that are cast, or products that are added
+        width = min(limits.tile_vocab or max(1, limits.budget_bytes // (4 * head.state_bytes * head.hidden)), width)
     return Tiles(strip, block, width, block, _scratch(strip, most_vocab, head, limits))
 
 
@@ -176,12 +175,11 @@ def _ring_tiles(schedule: str, head: Head, limits: Limits) -> Tiles:
     by_weights = schedule == "weights"
     travelling = most_vocab if by_weights else most_rows
     item = head.weight_bytes if by_weights else head.hidden_bytes
-    chunk = travelling
+    copies = RING_BUFFERS if head.ranks > 1 else 1
+    row_bytes = head.hidden * (min(2, head.ranks - 1) * item + copies * head.state_bytes)
+    chunk = min(travelling, SHARD_ROWS, max(1, limits.budget_bytes // row_bytes))
     if limits.num_chunks is not None:
         chunk = -(-travelling // min(limits.num_chunks, travelling))
-    elif head.ranks > 1:
-        row_bytes = head.hidden * (2 * item + RING_BUFFERS * head.state_bytes)
-        chunk = min(travelling, max(1, limits.budget_bytes // row_bytes))
     width = min(limits.tile_vocab or SHARD_ROWS, chunk if by_weights else most_vocab)
     if limits.tile_tokens and not limits.tile_vocab:
         width = min(width, max(1, limits.budget_bytes // (head.state_bytes * limits.tile_tokens)))
@@ -197,7 +195,7 @@ def _scratch(strip_bytes: int, width: int, head: Head, limits: Limits) -> int:
 
 
 def modelled_seconds(schedule: str, head: Head, sizes: Tiles, rates: Rates) -> float:
-    """Time of forward and backward: matrix work or weight traffic, whichever is longer, beside what travels."""
+    """Time of forward and backward: matrix work, traffic of weight and gradient, or what travels: the longest."""
     rows, shard = max(head.rows), max(head.shards)
     madds = passes(schedule, head) * rows * head.vocab * head.hidden
     streaming = schedule in ("weights", "activations")
@@ -206,7 +204,7 @@ def modelled_seconds(schedule: str, head: Head, sizes: Tiles, rates: Rates) -> f
     updates = 2 * head.state_bytes if head.weight_grad else 0
     traffic = steps * shard * head.hidden * (weight_reads + updates)
     sent = max(wire(schedule, head, rank).total for rank in range(head.ranks))
-    return max(madds / rates.matmul + traffic / rates.memory, sent / rates.network)
+    return max(madds / rates.matmul, traffic / rates.memory, sent / rates.network)
 
 
 def allowed(head: Head) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from steppe.flatteners.vocab.budget import VocabPolicy
 from steppe.flatteners.vocab.reference import plain_loss
 from steppe.flatteners.vocab.ring import ring_dtp
+from steppe.flatteners.vocab.schedule import Head, passes, wire
 from steppe.flatteners.vocab.stats import RingStats
 from steppe.runtime import collectives
 from tests.support.exactness import assert_reordered
@@ -135,13 +136,40 @@ def ours(
     return values, _grads(_total(values, spec, upstream), leaves)
 
 
+def head_of(spec: Spec, tensors: Tensors) -> Head:
+    """The integers of the call, counted here and not by the code that is judged."""
+    valid = tensors.labels != spec.options.get("ignore_index", -100)
+    vocab, starts = spec.options.get("vocab_size") or sum(spec.shards), [s.start for s in spans(spec.shards)]
+    num_fields = 3 + 2 * bool(spec.options.get("label_smoothing")) + spec.class_weight
+    return Head(
+        rows=tuple(int(valid[span].sum()) for span in spans(spec.rows)),
+        shards=tuple(max(0, min(n, vocab - start)) for n, start in zip(spec.shards, starts, strict=True)),
+        hidden=spec.width, hidden_bytes=tensors.hidden.element_size(), weight_bytes=tensors.weight.element_size(),
+        state_bytes=max(4, tensors.hidden.element_size()),
+        num_fields=num_fields + ("entropy" in spec.want) + ("num_correct" in spec.want),
+        num_vectors=spec.bias + spec.class_weight, has_bias=spec.bias,
+        hidden_grad=spec.frozen != "hidden", weight_grad=spec.frozen != "weight",
+    )  # fmt: skip
+
+
+def check_laws(spec: Spec, tensors: Tensors, rank: int, stats: RingStats) -> None:
+    """Counted matrix passes and counted bytes are the schedule's law."""
+    head = head_of(spec, tensors)
+    law = wire(stats.schedule, head, rank)
+    assert stats.payload_bytes == law.forward + law.backward, f"{spec} rank {rank}: {stats} {law}"
+    assert stats.side_bytes == law.side, f"{spec} rank {rank}: {stats} {law}"
+    if stats.pass_size:
+        assert stats.passes == passes(stats.schedule, head), f"{spec} rank {rank}"
+
+
 def check_parity(rank: int, world_size: int, spec: Spec) -> dict[str, float]:
-    """Every value and gradient of this rank against plain and truth. Returns passes and the loss's error."""
+    """Every value and gradient of this rank against plain and truth, and its counters against the laws."""
     group = collectives.world() if world_size > 1 else None
     tensors, stats = make(spec), RingStats()
     mine, my_grads = ours(spec, tensors, rank, group, stats)
     eager, eager_grads = plain(spec, tensors)
     truth, true_grads = plain(spec, tensors.to(torch.float64))
+    check_laws(spec, tensors, rank, stats)
     length = max(spec.width, sum(spec.rows), sum(spec.shards))
     rows, shard = spans(spec.rows)[rank], spans(spec.shards)[rank]
     told = f"{spec} rank {rank}"

@@ -1,0 +1,220 @@
+"""One process: drawn options, gradients against finite differences, graphs used twice, large vocabularies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steppe.flatteners.vocab.budget import VocabPolicy
+from steppe.flatteners.vocab.reference import plain_loss
+from steppe.flatteners.vocab.ring import ring_dtp, ring_dtp_loss
+from steppe.flatteners.vocab.stats import RingStats
+from tests.flatteners.vocab.programs import ROW_VALUES, Spec, check_parity, make, ours
+from tests.support.exactness import assert_bitwise, assert_reordered, relative_error, rounding_band
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "reduction": st.sampled_from(["mean", "sum", "none"]),
+        "label_smoothing": st.sampled_from([0.1, 1.0]),
+        "z_loss": st.sampled_from([1e-4, 0.1]),
+        "softcap": st.sampled_from([2.0, 30.0]),
+        "logit_scale": st.sampled_from([0.25, -1.5]),
+        "vocab_size": st.sampled_from([1, 90, 101]),
+        "ignore_index": st.sampled_from([-1, 0, 1000]),
+    },
+)
+WANT = st.one_of(
+    st.sampled_from([("loss",), ("loss", "num_correct")]),
+    st.lists(st.sampled_from(["loss", *ROW_VALUES]), min_size=1, unique=True).map(tuple),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    options=OPTIONS, want=WANT, bias=st.booleans(), class_weight=st.booleans(),
+    dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
+    frozen=st.sampled_from(["", "hidden", "weight"]),
+    tile_tokens=st.integers(4, 40), tile_vocab=st.integers(9, 110), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_drawn_options_equal_the_whole_program(
+    options: dict, want: tuple, bias: bool, class_weight: bool, dtype: str, frozen: str, tile_tokens: int,
+    tile_vocab: int, seed: int,
+) -> None:  # fmt: skip
+    sizes = {"tile_tokens": tile_tokens, "tile_vocab": tile_vocab}
+    spec = Spec(
+        options=options, want=want, bias=bias, class_weight=class_weight, dtype=dtype, frozen=frozen, sizes=sizes,
+        seed=seed,
+    )  # fmt: skip
+    check_parity(0, 1, spec)
+
+
+@pytest.mark.parametrize("schedule", ["local", "weights", "activations"])
+def test_gradients_equal_finite_differences(schedule: str) -> None:
+    tensors = make(Spec(rows=(4,), shards=(6,), width=3, dtype="float64", bias=True, class_weight=True))
+    leaves = [t.requires_grad_() for t in (tensors.hidden, tensors.weight, tensors.bias)]
+    by_row = schedule != "local"
+    factors = torch.linspace(-1, 2, 4, dtype=torch.float64)
+
+    def program(hidden, weight, bias):
+        output = ring_dtp(
+            hidden, weight, tensors.labels, bias=bias, class_weight=tensors.class_weight, label_smoothing=0.1,
+            z_loss=0.1, softcap=4.0, logit_scale=0.7, reduction="none" if by_row else "mean",
+            want=("loss", *ROW_VALUES) if by_row else ("loss",),
+            policy=VocabPolicy(schedule, tile_tokens=3, tile_vocab=4),
+        )  # fmt: skip
+        return tuple(value * factors for value in output if value is not None)
+
+    assert torch.autograd.gradcheck(program, leaves)
+
+
+def _inputs(rows: int = 9, vocab: int = 23, width: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = make(Spec(rows=(rows,), shards=(vocab,), width=width))
+    return tensors.hidden.requires_grad_(), tensors.weight.requires_grad_(), tensors.labels
+
+
+@pytest.mark.parametrize("schedule", ["local", "weights"])
+def test_a_retained_graph_gives_the_same_gradients_twice_and_a_freed_one_raises(schedule: str) -> None:
+    hidden, weight, labels = _inputs()
+    loss = ring_dtp_loss(hidden, weight, labels, policy=VocabPolicy(schedule))
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0), retain_graph=True)
+    third = torch.autograd.grad(loss, (hidden, weight))
+    for grads, factor in ((first, 1.0), (second, 3.0), (third, 1.0)):
+        for grad, once in zip(grads, kept, strict=True):
+            truth = once.double() * factor
+            assert_reordered(grad, once * factor, truth, length=1)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("schedule", ["local", "weights"])
+def test_double_backward_raises(schedule: str) -> None:
+    hidden, weight, labels = _inputs()
+    loss = ring_dtp_loss(hidden, weight, labels, policy=VocabPolicy(schedule))
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "local", "weights", "activations"])
+def test_a_forward_without_gradients_has_the_same_bits(schedule: str) -> None:
+    for spec in (Spec(schedule=schedule, want=("loss", "num_correct")), Spec(schedule=schedule, class_weight=True)):
+        tensors = make(spec)
+        with_grad, _ = ours(spec, tensors, 0, None)
+        with torch.no_grad():
+            hidden, weight = tensors.hidden.requires_grad_(), tensors.weight.requires_grad_()
+            without = ring_dtp(
+                hidden, weight, tensors.labels, class_weight=tensors.class_weight, want=spec.want,
+                policy=VocabPolicy(schedule, **spec.sizes),
+            )  # fmt: skip
+        assert_bitwise(without.loss, with_grad["loss"].detach())
+        assert not without.loss.requires_grad
+
+
+def test_no_labels_at_all_give_a_zero_loss_that_is_connected() -> None:
+    hidden, weight, labels = _inputs()
+    for schedule in ("local", "weights", "activations"):
+        for weights in (None, torch.ones(23)):
+            loss = ring_dtp_loss(
+                hidden, weight, torch.full_like(labels, -100), class_weight=weights, policy=VocabPolicy(schedule)
+            )
+            assert loss == 0
+            assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_ignored_rows_cost_no_matmul() -> None:
+    hidden, weight, labels = _inputs(rows=40)
+    labels[:30] = -100
+    for schedule, law in (("local", 3), ("weights", 4), ("activations", 4)):
+        stats = RingStats()
+        ring_dtp_loss(hidden, weight, labels, policy=VocabPolicy(schedule), stats=stats).backward()
+        counted = int((labels != -100).sum())
+        assert stats.multiply_adds == law * counted * 23 * 5
+        assert stats.ignored_rows == 40 - counted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", ["local", "weights"])
+def test_the_loss_of_narrow_inputs_is_as_good_as_the_float32_programs(dtype: torch.dtype, schedule: str) -> None:
+    tensors = make(Spec(rows=(300,), shards=(1000,), width=64)).to(dtype)
+    loss = ring_dtp_loss(tensors.hidden, tensors.weight, tensors.labels, policy=VocabPolicy(schedule))
+    wide, truth = (
+        plain_loss(t.hidden, t.weight, t.labels)["loss"] for t in (tensors.to(torch.float32), tensors.to(torch.float64))
+    )
+    assert loss.dtype == torch.float32
+    assert_reordered(loss, wide, truth, length=1000)
+
+
+def test_log_probabilities_are_never_positive() -> None:
+    for tile_vocab in (8, 16):
+        for vocab in (4 * tile_vocab - 1, 4 * tile_vocab, 4 * tile_vocab + 1):
+            spec = Spec(shards=(vocab + 5,), options={"vocab_size": vocab}, ignored=0.0)
+            tensors = make(spec)
+            logprob = ring_dtp(
+                tensors.hidden * 30, tensors.weight, tensors.labels, want=("logprob",), vocab_size=vocab,
+                policy=VocabPolicy("weights", tile_tokens=5, tile_vocab=tile_vocab),
+            ).logprob  # fmt: skip
+            assert (logprob <= 0).all()
+            assert (logprob.isfinite()).all()
+
+
+def test_padded_rows_get_no_gradient_and_what_they_hold_does_not_matter() -> None:
+    hidden, weight, labels = _inputs()
+    labels.clamp_(max=19)
+    losses = []
+    for filler in (0.0, 1e4, float("nan")):
+        with torch.no_grad():
+            weight[20:] = filler
+        for schedule in ("local", "weights", "activations"):
+            loss = ring_dtp_loss(hidden, weight, labels, vocab_size=20, policy=VocabPolicy(schedule, tile_vocab=7))
+            (grad,) = torch.autograd.grad(loss, weight)
+            assert (grad[20:] == 0).all()
+            losses.append(loss.detach())
+    assert torch.stack(losses).isfinite().all()
+    assert all(losses[i] == losses[i + 3] for i in range(6))
+
+
+def test_a_vocabulary_of_262144_rows() -> None:
+    for schedule in ("local", "weights"):
+        check_parity(0, 1, Spec(rows=(6,), shards=(262_144,), width=8, schedule=schedule, sizes={}))
+
+
+def test_the_error_does_not_grow_with_the_number_of_tiles() -> None:
+    """1 to 4096 strips of the same logits; the errors are published in docs/vocab.md."""
+    tensors = make(Spec(rows=(64,), shards=(4096,), width=32))
+    plain, truth = (plain_loss(t.hidden, t.weight, t.labels)["loss"] for t in (tensors, tensors.to(torch.float64)))
+    allowed = relative_error(plain, truth) + rounding_band(torch.float32, 4096)
+    for tile_vocab in (4096, 512, 64, 8, 1):
+        policy = VocabPolicy("weights", tile_tokens=64, tile_vocab=tile_vocab)
+        loss = ring_dtp_loss(tensors.hidden, tensors.weight, tensors.labels, policy=policy)
+        assert relative_error(loss, truth) <= allowed, tile_vocab
+
+
+def test_labels_and_hidden_states_of_any_leading_shape() -> None:
+    hidden, weight, labels = _inputs(rows=12)
+    flat = ring_dtp(hidden, weight, labels, reduction="none", want=("loss", "lse"))
+    shaped = ring_dtp(hidden.view(3, 4, 5), weight, labels.view(3, 4), reduction="none", want=("loss", "lse"))
+    assert shaped.loss.shape == shaped.lse.shape == (3, 4)
+    assert_bitwise(shaped.loss.flatten(), flat.loss)
+
+
+def test_precision_is_ours_under_autocast() -> None:
+    hidden, weight, labels = _inputs(rows=30)
+    outside = ring_dtp_loss(hidden, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = ring_dtp_loss(hidden, weight, labels)
+        inside.backward()
+    assert_bitwise(inside.detach(), outside.detach())
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_logits() -> None:
+    rows, vocab = 8200, 262_144
+    tensors = make(Spec(rows=(rows,), shards=(vocab,), width=2, ignored=0.0))
+    lse = ring_dtp(tensors.hidden, tensors.weight, tensors.labels, want=("lse",)).lse
+    pick = torch.tensor([0, rows // 2, rows - 1])
+    truth = torch.logsumexp(tensors.hidden[pick].double() @ tensors.weight.double().T, 1)
+    assert_reordered(lse[pick], truth.float(), truth, length=vocab)
