@@ -1,33 +1,87 @@
 """Join any subset of the four flatteners to a live model; knows none of them by name.
 
 Each flattener's `attach.py` gives `attach(model, policy, mesh)`, `conflicts(*live)` and `diagnose(stats)`. What it
-attaches has `detach()` and `stats()`, and may offer `loss` or `optimizer` for the step to use instead of the plain one.
+attaches has `detach()` and `stats()`. A module may say more about itself, and only then is it asked:
+
+* `MESH = (size, axes)`: the group size of MeshShape whose mesh of two axes it wants, and the axes' names;
+* `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them;
+* `attach_plain(model, mesh)`: what the plain program does with a group of more than one rank.
+
+A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(mesh, **options)` (it shards these over its
+other axis itself), and `loss` or `optimizer` in place of the plain ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from steppe.core.errors import ConfigError, ConflictError
 from steppe.core.policy import OFF
+from steppe.core.shapes import MeshShape
 from steppe.flatteners import NAMES, half
+from steppe.runtime import scopes
+from steppe.runtime.mesh import Meshes, make_meshes
 
 
 @dataclass
 class Flattened:
-    """A model with flatteners attached; `detach()` gives the plain model back."""
+    """A model with flatteners attached; `detach()` gives the plain model back (sharded parameters stay sharded)."""
 
     model: Any
     attached: dict[str, Any]
+    meshes: Meshes | None = None
+    later: dict[str, Any] = field(default_factory=dict)  # policies of what attaches to the sharded parameters
 
     def offers(self, what: str) -> Any | None:
-        """What the attached flatteners put in place of the plain `what` ("loss", "optimizer"); None: the plain one."""
+        """What an attached flattener puts in place of the plain `what`; None: nobody does."""
         for handle in self.attached.values():
             if (offered := getattr(handle, what, None)) is not None:
                 return offered
         return None
+
+    def loss(self, hidden_or_outputs: Any, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The loss of the model's outputs (their own, where they have one) or of hidden states [B,S,H].
+
+        `options` are those of the attached loss or of transformers' `loss_function`. Peak: the vocabulary peak,
+        flattened where a loss is attached. Raises: ConfigError for outputs that hold neither.
+        """
+        if (own := getattr(hidden_or_outputs, "loss", None)) is not None:
+            return own  # type: ignore[no-any-return]
+        if (attached := self.offers("loss")) is not None and isinstance(hidden_or_outputs, torch.Tensor):
+            return attached(hidden_or_outputs, labels, **options)  # type: ignore[no-any-return]
+        logits = getattr(hidden_or_outputs, "logits", None)
+        if logits is None and isinstance(hidden_or_outputs, torch.Tensor):
+            logits = self.model.lm_head(hidden_or_outputs)
+        if logits is None:
+            raise ConfigError("loss", got=type(hidden_or_outputs).__name__, allowed="outputs with a loss or logits, "
+                              "or hidden states", remedy="pass labels to the model, or hidden states here")  # fmt: skip
+        width = self.model.config.get_text_config().vocab_size
+        return self.model.loss_function(logits, labels, width, **options)  # type: ignore[no-any-return]
+
+    def optimizer(
+        self, lr: float = 1e-3, *, groups: Iterable[Mapping[str, Any]] | None = None, **settings: Any
+    ) -> torch.optim.Optimizer:
+        """AdamW over the model's parameters: the attached flattener's, or torch's own.
+
+        `groups` are parameter groups (default: all trainable parameters in one); `settings` are AdamW's.
+        """
+        given = [dict(group) for group in groups] if groups is not None else None
+        with scopes.label("optimizer"):
+            for name, policy in list(self.later.items()):
+                handle = half(name, "attach").attach(self.model, policy, None, groups=given, lr=lr, **settings)
+                self.attached[name] = handle
+                del self.later[name]
+            if (attached := self.offers("optimizer")) is not None:
+                return attached  # type: ignore[no-any-return]
+            trainable = given or [p for p in self.model.parameters() if p.requires_grad]
+            return torch.optim.AdamW(trainable, lr=lr, foreach=True, **settings)
 
     def stats(self) -> dict[str, Any]:
         return {name: handle.stats() for name, handle in self.attached.items()}
@@ -37,29 +91,116 @@ class Flattened:
         return tuple(line for name, stats in self.stats().items() for line in half(name, "attach").diagnose(stats))
 
     def detach(self) -> None:
+        """Take off whatever is attached, last one first."""
         while self.attached:
             self.attached.popitem()[1].detach()
 
 
-def attach_all(model: Any, policies: Mapping[str, Any], mesh: Any = None) -> Flattened:
-    """Attach every flattener whose policy isn't off, in the design's order.
+def flatten_peaks(
+    model: nn.Module, plan: Any, *, mesh: MeshShape | None = None, device: torch.device | None = None,
+    mp_policy: Any = None,
+) -> Flattened:  # fmt: skip
+    """Attach a plan's flatteners to a Hugging Face causal language model and shard it, in the order they need.
+
+    `plan`: a Plan, or a mapping of flattener names to policies. `mesh`: group sizes over the ranks of this job
+    (default: the plan's, else all ranks with groups of one). FSDP2 shards every block over all ranks; gradients are
+    summed, so divide the loss by the global number of labels.
+
+    Peak: `planner.predict` of the plan. Exactness: each flattener's own.
+    Raises: ConfigError for unknown names or group sizes that don't fit; ConflictError for what is live on the model,
+        an FSDP2 wrapping by somebody else included. Nothing stays attached after an error.
+    """
+    policies = getattr(plan, "policies", plan)
+    refuse_foreign_sharding(model)
+    meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
+    flattened = attach_all(model, policies, meshes)
+    try:
+        shard(flattened, meshes, mp_policy=mp_policy)
+    except BaseException:
+        flattened.detach()
+        raise
+    return flattened
+
+
+def attach_all(model: Any, policies: Mapping[str, Any], meshes: Meshes | None = None) -> Flattened:
+    """Attach every flattener whose policy isn't off, in the design's order; those AFTER_SHARDING wait for `optimizer`.
 
     Raises: ConfigError for an unknown flattener; ConflictError for what a flattener finds on the live model. Nothing
     stays attached after an error.
     """
     if unknown := sorted(set(policies) - set(NAMES)):
         raise ConfigError("flattener", got=unknown, allowed=NAMES, remedy="use these names")
-    wanted = {name: policies[name] for name in NAMES if policies.get(name, OFF) != OFF}
-    for name in wanted:
-        refuse_conflicts(name, model)
-    flattened = Flattened(model, {})
+    wanted = {name: policies.get(name, OFF) for name in NAMES}
+    flattened = Flattened(model, {}, meshes)
     try:
         for name, policy in wanted.items():
-            flattened.attached[name] = half(name, "attach").attach(model, policy, mesh)
+            _attach(flattened, name, half(name, "attach"), policy, meshes)
     except BaseException:
         flattened.detach()
         raise
     return flattened
+
+
+def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, meshes: Meshes | None) -> None:
+    """One flattener, or what the plain program does in its place."""
+    mesh = mesh_of(module, meshes)
+    if policy == OFF:
+        if mesh is not None and mesh.size(1) > 1 and hasattr(module, "attach_plain"):
+            flattened.attached[name] = module.attach_plain(flattened.model, mesh)
+        return
+    refuse_conflicts(name, flattened.model)
+    if getattr(module, "AFTER_SHARDING", False):
+        flattened.later[name] = policy
+    else:
+        flattened.attached[name] = module.attach(flattened.model, policy, mesh)
+
+
+def mesh_of(module: ModuleType, meshes: Meshes | None) -> Any | None:
+    """The two-axis mesh that a flattener names with MESH; made once for each, on all ranks alike."""
+    wanted = getattr(module, "MESH", None)
+    return None if wanted is None or meshes is None else meshes.of(*wanted)
+
+
+def shard(flattened: Flattened, meshes: Meshes, *, mp_policy: Any = None, blocks: Iterable[nn.Module] = ()) -> None:
+    """FSDP2 over all ranks on every block and on the rest; what a flattener placed keeps its own placement.
+
+    Gradients are summed, never averaged. Without ranks the model stays as it is.
+    """
+    if meshes.dense is None:
+        return
+    options = {} if mp_policy is None else {"mp_policy": mp_policy}
+    ignored: set[nn.Parameter] = set()
+    for name, handle in flattened.attached.items():
+        if (place := getattr(handle, "shard_complement", None)) is not None:
+            place(mesh_of(half(name, "attach"), meshes), **options)
+        own = getattr(handle, "parameters", None)
+        ignored |= set(own() if callable(own) else own or ())
+    for module in (*(blocks or blocks_of(flattened.model)), flattened.model):
+        fully_shard(module, mesh=meshes.dense, ignored_params=ignored, **options)
+    for module in flattened.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder blocks of a Hugging Face causal language model. Raises: ConfigError for another kind of model."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            "model", got=type(model).__name__, allowed="a transformers causal language model with model.layers",
+            remedy="attach the flatteners one by one: each works on plain modules (examples/)",
+        )  # fmt: skip
+    return list(layers)
+
+
+def refuse_foreign_sharding(model: nn.Module) -> None:
+    """Raise ConflictError for a model that FSDP2 has sharded already: the head could no longer be left out."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConflictError(
+            "flatten_peaks", got="a model that FSDP2 has sharded already", allowed="an unsharded model",
+            remedy="load it without an fsdp plan (DistributedConfig without fsdp_size) and let flatten_peaks shard it",
+        )  # fmt: skip
 
 
 def refuse_conflicts(name: str, *live: Any) -> None:

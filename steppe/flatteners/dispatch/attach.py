@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from steppe.runtime import collectives
 
 __all__ = ["Attached", "attach", "conflicts", "diagnose"]
 
+MESH: Final = ("expert", ("efsdp", "ep"))
 EXPERT_AXIS = "ep"
 
 

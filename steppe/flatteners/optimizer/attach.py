@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -16,6 +16,7 @@ from steppe.flatteners.optimizer.budget import OptimizerPolicy
 from steppe.flatteners.optimizer.crew import numa_nodes
 from steppe.flatteners.optimizer.engine import Wiring
 
+AFTER_SHARDING: Final = True  # the state follows the parameters as FSDP2 leaves them
 HOST_BOUND = 0.8  # share of a step spent in the host arithmetic from which on it is the slowest stage
 
 
