@@ -127,6 +127,7 @@ class SCO:
         """What happened so far."""
         if self._engine is not None:
             self._engine.chain.transit.sweep()
+            self._engine.chain.transit.read_stalls()
         return read(self._counts, self._arena, self.policy, self._compiler.graphs)
 
     def report(self) -> tuple[Candidate, ...]:

@@ -25,6 +25,7 @@ from steppe.runtime.arena import Arena, Block
 from steppe.runtime.lanes import Lane, Ticket
 
 OWNER = "boundary"
+NOTICEABLE_S = 20e-6  # a shorter wait is the cost of asking
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Transit:
         # Finalizers run at any moment, inside a lane's or the arena's lock too: they only leave blocks here.
         self._returns: deque[tuple[Block, tuple[Ticket, ...]]] = deque()
         self._reloading: deque[Ticket] = deque()
+        self._stalls: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def leave(self, block: Block, tickets: tuple[Ticket, ...]) -> None:
         self._returns.append((block, tickets))
@@ -77,6 +79,29 @@ class Transit:
             self._reloading.popleft()
         self._reloading.append(ticket)
         self.counts.most_outstanding = max(self.counts.most_outstanding, len(self._reloading))
+
+    def wait(self, ticket: Ticket, device: torch.device) -> None:
+        """Wait for a reload and count what it cost: the host's time on the CPU, else the compute stream's."""
+        if device.type == "cpu":
+            started = time.perf_counter()
+            ticket.release()
+            self._count_wait(time.perf_counter() - started)
+            return
+        before, after = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+        before.record()
+        ticket.release()
+        after.record()
+        self._stalls.append((before, after))
+
+    def read_stalls(self) -> None:
+        """Turn the stalls that the device has come past into counts."""
+        while self._stalls and self._stalls[0][1].query():
+            before, after = self._stalls.popleft()
+            self._count_wait(before.elapsed_time(after) / 1e3)
+
+    def _count_wait(self, seconds: float) -> None:
+        self.counts.waits += seconds > NOTICEABLE_S
+        self.counts.wait_s += seconds
 
     def drain(self) -> None:
         self.to_host.drain()
@@ -140,7 +165,7 @@ class Parcel:
         """Drop the device tensor: the compute stream waits for its copy first, so its memory can be used at once."""
         if self._outbound is None or self.stays or self.newest != boundary or self._claims or self._inbound is not None:
             return
-        self._outbound.wait()
+        self._outbound.release()
         self.here = None
 
     def fetch(self, boundary: int, handles: int) -> None:
@@ -182,7 +207,7 @@ class Parcel:
             if self._inbound is not None:  # never taken: the block may not be lent again before the copy has ended
                 self._outbound, self._inbound = self._inbound, None
             else:
-                self._outbound.wait()  # still on its way out when it was wanted again: the lane lets go of it, too
+                self._outbound.release()  # still on its way out when it was wanted again: the lane lets go of it, too
             self.here = None
 
     def cancel(self, boundary: int) -> None:
@@ -209,14 +234,10 @@ class Parcel:
         return f"{'x'.join(map(str, self._carrier[0]))} {self._dtype}".replace("torch.", "")
 
     def _wait(self, ticket: Ticket) -> None:
-        counts = self._transit.counts
         if ticket.done():
-            ticket.wait()
-            return
-        counts.waits += 1
-        started = time.perf_counter()
-        ticket.wait()
-        counts.wait_s += time.perf_counter() - started
+            ticket.release()
+        else:
+            self._transit.wait(ticket, self._device)
 
     def __del__(self) -> None:
         block = getattr(self, "_block", None)

@@ -10,7 +10,18 @@ import torch
 from steppe import SCO, BoundaryPolicy
 from steppe.core.errors import ConfigError
 from steppe.flatteners.boundary.attach import diagnose
-from tests.flatteners.boundary.programs import Stack, assert_same, gradients, inputs_of, plainly, seeded, with_sco
+from steppe.flatteners.boundary.compiling import Compiler
+from steppe.flatteners.boundary.joining import blocks_of_transformers
+from tests.flatteners.boundary.programs import (
+    Language,
+    Stack,
+    assert_same,
+    gradients,
+    inputs_of,
+    plainly,
+    seeded,
+    with_sco,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +33,22 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", ["parts", "block"])
-def test_what_is_compiled_inside_the_checkpoint_gives_the_same_bits(mode):
-    model = seeded(lambda: Stack(num_layers=3))
+@pytest.mark.parametrize(
+    ("mode", "make"),
+    [("parts", lambda: Language(num_hidden_layers=3)), ("block", lambda: Stack(num_layers=3))],
+    ids=["parts of a transformers model", "whole plain blocks"],
+)
+def test_what_is_compiled_inside_the_checkpoint_gives_the_same_bits(mode, make):
+    """Compiled programs are reordered against eager ones: the plain program has the same parts compiled."""
+    model = seeded(make)
+    policy = BoundaryPolicy(compile=mode, compile_backend="aot_eager", min_bytes=0)
     undo = plainly(model)
+    compiler = Compiler(policy)
+    compiler.attach(blocks_of_transformers(model.model) if mode == "parts" else [])
     plain = gradients(model)
+    compiler.detach()
     undo()
-    sco = SCO(BoundaryPolicy(compile=mode, compile_backend="aot_eager", min_bytes=0))
+    sco = SCO(policy)
     with_sco(model, sco)
     assert_same(gradients(model), plain)
     graphs = sco.stats().compiled_graphs
