@@ -218,7 +218,7 @@ def device_slots(bucket_bytes: int, slots: int, regions: int, num_elements: int)
     capacity = max(ALIGN, aligned(min(num_elements, bucket_bytes // (4 * regions))))
     while True:
         count = max(1, min(slots, -(-num_elements // capacity)))
-        fit = DeviceSlots(count, capacity, regions, max(ALIGN, capacity // 32))
+        fit = DeviceSlots(count, capacity, regions, max(ALIGN, capacity // 16))
         if capacity == ALIGN or fit.num_bytes <= slots * bucket_bytes:
             return fit
         capacity = max(ALIGN, capacity - max(ALIGN, aligned(capacity // 256)))
