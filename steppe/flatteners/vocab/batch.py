@@ -113,7 +113,7 @@ class Tools:
     def of(cls, call: Call, batch: Batch) -> Tools:
         sizes = call.tiles
         space = StripSpace(sizes.strip_bytes, sizes.scratch_bytes, call.objective, batch.hidden, batch.dtype)
-        return cls(space, Products(batch.hidden, batch.weight, call.stats), call)
+        return cls(space, Products(batch.hidden, call.stats), call)
 
     def logits(self, strip: Tensor, rows: Tensor, shard: Shard) -> None:
         """Write logits, but for the cap, of operands that are ready to multiply."""

@@ -86,14 +86,14 @@ class Transient:
 def transient(schedule: str, head: Head, sizes: Tiles, *, entropy: bool = False, ignoring: bool = False) -> Transient:
     """What one rank holds under a schedule; `ignoring`: some labels are ignored, so rows are picked by index."""
     most_rows, state = max(head.rows), head.state_bytes
-    wide_rows, wide_weight = (head.casts and item < state for item in (head.hidden_bytes, head.weight_bytes))
+    cast_rows, cast_weight = (head.operand_bytes * (item != head.operand_bytes) for item in _items(head))
     at_once = schedule in ("local", "one_pass")
     tall = sizes.tile_tokens * (head.ranks if at_once else 1)
     common = {
         "strip": sizes.strip_bytes,
         "scratch": sizes.scratch_bytes * (1 + int(entropy)),
-        "cast rows": tall * head.hidden * state if wide_rows else 0,
-        "cast weight": sizes.tile_vocab * head.hidden * state if wide_weight else 0,
+        "cast rows": tall * head.hidden * cast_rows,
+        "cast weight": sizes.tile_vocab * head.hidden * cast_weight,
         "row statistics": most_rows * head.num_fields * state,
         "row index": most_rows * LABEL_BYTES if ignoring else 0,
     }
@@ -103,6 +103,10 @@ def transient(schedule: str, head: Head, sizes: Tiles, *, entropy: bool = False,
     forward, backward = (common | _travelling(schedule, head, sizes, ignoring, back) for back in (False, True))
     sums = _accumulators(head, by_rows=schedule == "weights", rows_too=ignoring)
     return Transient(forward, backward if head.grad else {}, sums)
+
+
+def _items(head: Head) -> tuple[int, int]:
+    return head.hidden_bytes, head.weight_bytes
 
 
 def _meeting(head: Head, sizes: Tiles, ignoring: bool) -> dict[str, int]:
@@ -121,7 +125,7 @@ def _travelling(schedule: str, head: Head, sizes: Tiles, ignoring: bool, back: b
     copies = RING_BUFFERS if head.ranks > 1 else 1
     if schedule == "weights":
         row = head.hidden * head.weight_bytes + head.num_vectors * state
-        home = (head.hidden + int(head.has_bias)) * state if back and head.weight_grad else 0
+        home = (head.hidden * head.weight_grad + head.bias_grad) * state if back else 0
         own = sizes.tile_tokens * head.hidden * head.hidden_bytes if ignoring else 0
     else:
         row = head.hidden * head.hidden_bytes + LABEL_BYTES + (COEFFICIENTS * state if back else 0)
@@ -149,6 +153,7 @@ def head_of(shape: RunShape) -> Head:
     return Head(
         rows=(shape.tokens_per_rank,) * ranks, shards=shards, hidden=shape.model.hidden,
         hidden_bytes=shape.dtypes.activation_bytes, weight_bytes=shape.dtypes.weight_bytes,
+        operand_bytes=shape.dtypes.activation_bytes,
     )  # fmt: skip
 
 
@@ -172,12 +177,12 @@ def entries(shape: RunShape, policy: VocabPolicy | Off) -> tuple[Entry, ...]:
 
 def _products(head: Head, sizes: Tiles) -> dict[str, int]:
     """On an accelerator, 16-bit operands are rounded copies of a tile and products arrive before they are added."""
-    if head.hidden_bytes == head.state_bytes:
+    if head.operand_bytes == head.state_bytes:
         return {}
     rows = sizes.tile_tokens * head.ranks
     return {
         "product": max(sizes.tile_vocab, rows) * head.hidden * head.state_bytes,
-        "rounded tile": rows * sizes.tile_vocab * head.hidden_bytes,
+        "rounded tile": rows * sizes.tile_vocab * head.operand_bytes,
     }
 
 

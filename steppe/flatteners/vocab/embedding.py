@@ -39,12 +39,13 @@ def vocab_parallel_embedding(
     """
     refusal = _refusal(ids, weight)
     flat = ids.reshape(-1).long() if refusal is None else torch.zeros(0, dtype=torch.int64)
+    kind = None if refusal is not None else (weight.shape[1], weight.dtype, weight.requires_grad)
     agreed = agree(
         flat, torch.ones_like(flat, dtype=torch.bool), shard_rows=weight.shape[0] if refusal is None else 0,
-        budget_bytes=1, must_match={"width, dtype, padding_idx and chunk_tokens": (
-            weight.shape[-1:], getattr(weight, "dtype", None), padding_idx, chunk_tokens,
-            torch.is_grad_enabled() and weight.requires_grad,
-        )}, refusal=refusal, group=group,
+        budget_bytes=1, refusal=refusal, group=group, must_match={
+            "width, dtype and requires_grad of the weight": kind,
+            "padding_idx, chunk_tokens and grad mode": (padding_idx, chunk_tokens, torch.is_grad_enabled()),
+        },
     )  # fmt: skip
     check_labels(agreed, sum(agreed.shards), None, "token id")
     ranks = len(agreed.shards)

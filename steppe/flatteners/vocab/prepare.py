@@ -21,7 +21,7 @@ from steppe.flatteners.vocab.budget import (
 from steppe.flatteners.vocab.checks import check_options, check_tensors
 from steppe.flatteners.vocab.functions import Inputs
 from steppe.flatteners.vocab.objective import Objective
-from steppe.flatteners.vocab.products import accumulator_dtype, must_cast
+from steppe.flatteners.vocab.products import accumulator_dtype, operand_dtype
 from steppe.flatteners.vocab.schedule import ACCELERATOR_RATES, CPU_RATES, Head, Rates, choose, counted_rows
 from steppe.flatteners.vocab.stats import RingStats
 from steppe.flatteners.vocab.travel import Wire
@@ -148,9 +148,9 @@ def _head(request: Request, given: Given, agreed: Agreement) -> Head:
         rows=agreed.counted, shards=real_shards(agreed.shards, request.vocab_size), hidden=given.hidden.shape[-1],
         hidden_bytes=given.hidden.element_size(), weight_bytes=given.weight.element_size(),
         state_bytes=accumulator_dtype(given.hidden).itemsize, num_fields=len(objective.fields),
-        num_vectors=sum(t is not None for t in (given.bias, given.class_weight)), has_bias=given.bias is not None,
-        hidden_grad=needs[0], weight_grad=needs[1], scalar=request.scalar,
-        casts=must_cast(given.hidden, given.weight),
+        num_vectors=sum(t is not None for t in (given.bias, given.class_weight)),
+        hidden_grad=needs[0], weight_grad=needs[1], bias_grad=needs[2], scalar=request.scalar,
+        operand_bytes=operand_dtype(given.hidden).itemsize,
     )  # fmt: skip
 
 

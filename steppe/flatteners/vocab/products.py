@@ -19,35 +19,32 @@ def accumulator_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def must_cast(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether tiles are cast to the accumulator's dtype before they are multiplied."""
-    if hidden.dtype == weight.dtype == accumulator_dtype(hidden):
-        return False
-    return hidden.device.type == "cpu" or hidden.dtype != weight.dtype
+def operand_dtype(hidden: Tensor) -> torch.dtype:
+    """What tiles are multiplied in: the hidden states' dtype where the GEMM can give more than it is given."""
+    return accumulator_dtype(hidden) if hidden.device.type == "cpu" else hidden.dtype
 
 
 class Products:
     """Products of tiles; `operand` gives a tile in the dtype that is multiplied."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, stats: RingStats) -> None:
-        self.dtype = accumulator_dtype(hidden)
-        self.casts = must_cast(hidden, weight)
-        self.mixed = not self.casts and hidden.dtype != self.dtype  # 16-bit operands, float32 out
+    def __init__(self, hidden: Tensor, stats: RingStats) -> None:
+        self.dtype, self.operands = accumulator_dtype(hidden), operand_dtype(hidden)
+        self.widens = self.operands != self.dtype  # 16-bit operands, float32 products
         self._stats = stats
         self._casts: dict[str, Tensor] = {}
 
     def operand(self, tile: Tensor, what: str, most_rows: int) -> Tensor:
         """The tile as it is, or cast into the one buffer for `what`, which holds `most_rows` rows."""
-        if not self.casts or tile.dtype == self.dtype:
+        if tile.dtype == self.operands:
             return tile
         if what not in self._casts:
-            self._casts[what] = tile.new_empty((most_rows, tile.shape[1]), dtype=self.dtype)
+            self._casts[what] = tile.new_empty((most_rows, tile.shape[1]), dtype=self.operands)
         return self._casts[what][: tile.shape[0]].copy_(tile)
 
     def logits(self, out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, alpha: float) -> None:
         """out [R,C] = alpha (rows [R,H] weight [C,H]^T + bias [C])."""
         self._count(out.numel() * rows.shape[1])
-        if self.mixed:
+        if self.widens:
             torch.mm(rows.to(weight.dtype), weight.T, out_dtype=self.dtype, out=out)
             if alpha != 1:
                 out.mul_(alpha)
@@ -67,7 +64,7 @@ class Products:
         self._add(out, strip.T, rows)
 
     def _add(self, out: Tensor, left: Tensor, right: Tensor) -> None:
-        if self.mixed:
+        if self.widens:
             out.add_(torch.mm(left.to(right.dtype), right, out_dtype=self.dtype))
         else:
             out.addmm_(left, right)

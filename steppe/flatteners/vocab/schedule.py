@@ -31,11 +31,11 @@ class Head:
     state_bytes: int = 4  # of an element of statistics and accumulators
     num_fields: int = 3  # statistics a row
     num_vectors: int = 0  # vocabulary vectors beside the weight: bias, class weights
-    has_bias: bool = False
     hidden_grad: bool = True
     weight_grad: bool = True
+    bias_grad: bool = False
     scalar: bool = True  # the upstream gradient is a scalar known to be one at forward
-    casts: bool = False  # products need both operands in the statistics' dtype (no float32 output from 16-bit GEMMs)
+    operand_bytes: int = 4  # of an element as it is multiplied: tiles of other widths are cast
 
     @property
     def ranks(self) -> int:
@@ -47,7 +47,7 @@ class Head:
 
     @property
     def grad(self) -> bool:
-        return self.hidden_grad or self.weight_grad
+        return self.hidden_grad or self.weight_grad or self.bias_grad
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def wire(schedule: str, head: Head, rank: int) -> Wire:
         sent, homed = (sum(head.shards[peer] for peer in some) for some in (passed, others))
         out = sent * width * head.weight_bytes
         home = homed * width * state if head.weight_grad else 0
-        side = sent * head.num_vectors * state * turns + homed * state * int(head.has_bias and head.weight_grad)
+        side = sent * head.num_vectors * state * turns + homed * state * int(head.bias_grad)
     else:
         sent, homed = (sum(head.rows[peer] for peer in some) for some in (passed, others))
         out = sent * width * head.hidden_bytes
@@ -164,7 +164,7 @@ def _block_tiles(head: Head, limits: Limits) -> Tiles:
     if limits.tile_tokens is None and most_rows > block:
         strip = max(strip, limits.budget_bytes)  # a fixed working set, whatever the vocabulary's divisors are
     width = most_vocab
-    if head.casts or head.weight_bytes < head.state_bytes:  # tiles that are cast, or products that are added
+    if head.weight_bytes != head.operand_bytes or head.operand_bytes < head.state_bytes:  # cast, or added products
         width = min(limits.tile_vocab or max(1, limits.budget_bytes // (4 * head.state_bytes * head.hidden)), width)
     return Tiles(strip, block, width, block, _scratch(strip, most_vocab, head, limits))
 
@@ -203,8 +203,12 @@ def modelled_seconds(schedule: str, head: Head, sizes: Tiles, rates: Rates) -> f
     weight_reads = (1 + int(head.hidden_grad) + int(head.grad and streaming)) * head.weight_bytes
     updates = 2 * head.state_bytes if head.weight_grad else 0
     traffic = steps * shard * head.hidden * (weight_reads + updates)
-    sent = max(wire(schedule, head, rank).total for rank in range(head.ranks))
-    return max(madds / rates.matmul, traffic / rates.memory, sent / rates.network)
+    return max(madds / rates.matmul, traffic / rates.memory, most_sent(schedule, head) / rates.network)
+
+
+def most_sent(schedule: str, head: Head) -> int:
+    """Bytes that leave the busiest rank."""
+    return max(wire(schedule, head, rank).total for rank in range(head.ranks))
 
 
 def allowed(head: Head) -> tuple[str, ...]:
@@ -223,7 +227,9 @@ def choose(wanted: str, head: Head, limits: Limits, rates: Rates) -> tuple[str, 
     if wanted == "auto":
         # As if all gradients were wanted: evaluation then takes the same steps as training, bit by bit.
         full = replace(head, hidden_grad=True, weight_grad=True)
-        name = min(allowed(full), key=lambda name: modelled_seconds(name, full, sized[name], rates))
+        name = min(
+            allowed(full), key=lambda name: (modelled_seconds(name, full, sized[name], rates), most_sent(name, full))
+        )
         return name, sized[name]
     if wanted in ("local", "one_pass") and head.ranks == 1:
         wanted = "local"  # one rank runs the same lines under either name

@@ -54,8 +54,8 @@ def backward(
             target[start:stop].copy_(values)
 
     tails = [tuple(grad.shape[1:]) for grad in targets]
-    sizes = call.head.shards, call.tiles.chunk
-    homing = Homing(call.wire, *sizes, tails, batch.hidden, batch.dtype, 1, combine, land) if targets else None
+    sizes, payload = (call.head.shards, call.tiles.chunk), int(grad_weight is not None)
+    homing = Homing(call.wire, *sizes, tails, batch.hidden, batch.dtype, payload, combine, land) if targets else None
     for visit in Circle(call.wire, *sizes, batch.shard).visits():
         room = iter(homing.room(visit) if homing else ())
         parts = [None if grad is None else next(room) for grad in (grad_weight, grad_bias)]

@@ -32,7 +32,7 @@ class Spec:
     bias: bool = False
     class_weight: bool = False
     offset: float = 0.0  # common to all logits
-    frozen: str = ""  # "hidden" or "weight"
+    frozen: str = ""  # "hidden", "weight" (with its bias) or "weight alone"
     want: tuple[str, ...] = ("loss",)
     options: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=lambda: {"tile_tokens": 5, "tile_vocab": 7})
@@ -102,7 +102,7 @@ def plain(spec: Spec, tensors: Tensors) -> tuple[dict[str, Tensor], list[Tensor 
     """Values and gradients of the whole program in one process."""
     leaves = [
         _leaf(tensors.hidden, spec.frozen == "hidden"),
-        _leaf(tensors.weight, spec.frozen == "weight"),
+        _leaf(tensors.weight, spec.frozen.startswith("weight")),
         _leaf(tensors.bias, spec.frozen == "weight"),
     ]
     values = plain_loss(
@@ -123,7 +123,7 @@ def ours(
     pick = lambda t: None if t is None else t[shard]  # noqa: E731
     leaves = [
         _leaf(tensors.hidden[rows], spec.frozen == "hidden"),
-        _leaf(tensors.weight[shard], spec.frozen == "weight"),
+        _leaf(tensors.weight[shard], spec.frozen.startswith("weight")),
         _leaf(pick(tensors.bias), spec.frozen == "weight"),
     ]
     output = ring_dtp(
@@ -145,10 +145,11 @@ def head_of(spec: Spec, tensors: Tensors) -> Head:
         rows=tuple(int(valid[span].sum()) for span in spans(spec.rows)),
         shards=tuple(max(0, min(n, vocab - start)) for n, start in zip(spec.shards, starts, strict=True)),
         hidden=spec.width, hidden_bytes=tensors.hidden.element_size(), weight_bytes=tensors.weight.element_size(),
-        state_bytes=max(4, tensors.hidden.element_size()),
+        state_bytes=max(4, tensors.hidden.element_size()), operand_bytes=max(4, tensors.hidden.element_size()),
         num_fields=num_fields + ("entropy" in spec.want) + ("num_correct" in spec.want),
-        num_vectors=spec.bias + spec.class_weight, has_bias=spec.bias,
-        hidden_grad=spec.frozen != "hidden", weight_grad=spec.frozen != "weight",
+        num_vectors=spec.bias + spec.class_weight,
+        hidden_grad=spec.frozen != "hidden", weight_grad=not spec.frozen.startswith("weight"),
+        bias_grad=spec.bias and spec.frozen != "weight",
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ WANT = st.one_of(
 @given(
     options=OPTIONS, want=WANT, bias=st.booleans(), class_weight=st.booleans(),
     dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
-    frozen=st.sampled_from(["", "hidden", "weight"]),
+    frozen=st.sampled_from(["", "hidden", "weight", "weight alone"]),
     tile_tokens=st.integers(4, 40), tile_vocab=st.integers(9, 110), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_drawn_options_equal_the_whole_program(
@@ -199,6 +199,36 @@ def test_labels_and_hidden_states_of_any_leading_shape() -> None:
     shaped = ring_dtp(hidden.view(3, 4, 5), weight, labels.view(3, 4), reduction="none", want=("loss", "lse"))
     assert shaped.loss.shape == shaped.lse.shape == (3, 4)
     assert_bitwise(shaped.loss.flatten(), flat.loss)
+
+
+def test_micro_batches_with_one_divisor_equal_the_whole_batch() -> None:
+    """Unequal micro-batches: neither a mean of means nor a division twice."""
+    hidden, weight, labels = _inputs(rows=20)
+    labels[:7] = -100
+    count = int((labels != -100).sum())
+    whole = torch.autograd.grad(ring_dtp_loss(hidden, weight, labels), (hidden, weight))
+    for part in (slice(0, 9), slice(9, 20)):
+        ring_dtp_loss(hidden[part], weight, labels[part], num_items_in_batch=torch.tensor(count)).backward()
+    for grad, expected in zip((hidden.grad, weight.grad), whole, strict=True):
+        assert_reordered(grad, expected, expected.double(), length=20)
+
+
+def test_no_tokens_and_labels_in_int32() -> None:
+    hidden, weight, labels = _inputs()
+    empty = ring_dtp(hidden[:0], weight, labels[:0], want=("loss", "num_correct"))
+    assert empty.loss == 0
+    assert empty.num_correct == 0
+    empty.loss.backward()
+    assert_bitwise(ring_dtp_loss(hidden, weight, labels.int()), ring_dtp_loss(hidden, weight, labels))
+
+
+def test_a_hidden_state_that_is_not_a_number_is_not_hidden() -> None:
+    hidden, weight, labels = _inputs()
+    labels[:] = 1
+    with torch.no_grad():
+        hidden[3, 0] = float("nan")
+    losses = ring_dtp_loss(hidden, weight, labels, reduction="none")
+    assert losses.isnan().tolist() == [row == 3 for row in range(9)]
 
 
 def test_precision_is_ours_under_autocast() -> None:

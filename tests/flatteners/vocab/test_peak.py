@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -52,14 +50,10 @@ def formula(spec: Spec, head: Head, rank: int) -> tuple[int, int]:
     return held.peak_bytes, hidden + weight
 
 
-def head_with_casts(spec: Spec, tensors: Tensors) -> Head:
-    return replace(head_of(spec, tensors), casts=spec.dtype in ("bfloat16", "float16"))
-
-
 def check_peak(rank: int, world_size: int, spec: Spec) -> int:
     """Two-sided; returns the measured transient."""
     tensors = make(spec)
-    head = head_with_casts(spec, tensors)
+    head = head_of(spec, tensors)
     step = program(spec, tensors, rank, collectives.world() if world_size > 1 else None)
     step()
     measured = measured_peak(step)

@@ -28,6 +28,7 @@ OPTIONS = (
     Spec(want=("entropy",), bias=True),
     Spec(frozen="hidden", bias=True),
     Spec(frozen="weight"),
+    Spec(frozen="weight alone", bias=True),
     Spec(ignored=0.0),
     Spec(ignored=1.1),
     Spec(offset=3000.0, bias=True, want=("loss", "entropy"), options={"label_smoothing": 0.1}),

@@ -41,7 +41,7 @@ def heads(draw: st.DrawFn) -> Head:
     item = draw(st.sampled_from([2, 4]))
     return Head(
         tuple(rows), tuple(shards), draw(st.integers(1, 4096)), item, item, hidden_grad=draw(st.booleans()),
-        weight_grad=draw(st.booleans()), scalar=draw(st.booleans()), casts=item == 2,
+        weight_grad=draw(st.booleans()), scalar=draw(st.booleans()), operand_bytes=draw(st.sampled_from([2, 4])),
     )  # fmt: skip
 
 
