@@ -10,14 +10,23 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import Entry, Moment
+from steppe.core.ledger import BLOCK_BACKWARD, Entry, Moment
 from steppe.core.policy import OFF, Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape
 from steppe.core.units import format_bytes
-from steppe.flatteners.boundary.schedule import CHOICES, Choice, device_boundaries, stored_on_host
+from steppe.flatteners.boundary.schedule import (
+    CHOICES,
+    Boundaries,
+    BoundaryPlan,
+    Choice,
+    NoPlan,
+    device_boundaries,
+    plan,
+    stored_on_host,
+)
 
 PER_BOUNDARY: Final = frozenset({Moment.FORWARD, Moment.LOSS, Moment.BACKWARD})
-IN_TRANSIT: Final = frozenset({Moment.FORWARD, Moment.BACKWARD})
+IN_TRANSIT: Final = BLOCK_BACKWARD | {Moment.FORWARD}  # beside every block but the very first
 PRIOR_RATE: Final = 16e9  # PCIe gen4 x8, bytes per second each way: below it the schedule stays off unless forced
 MIN_LAYERS: Final = 3  # two boundaries stay on the device whatever happens
 INDEX_BYTES: Final = 4  # a pinned choice is kept as int32
@@ -54,22 +63,22 @@ class BoundaryPolicy:
             _refuse("offload_extra", self.offload_extra, '"auto" or a tuple of operators and labels', "write a tuple")
         if not isinstance(self.offload_extra, str):
             object.__setattr__(self, "offload_extra", tuple(self.offload_extra))
-        for choice in (self.default, *(choice for _, choice in self.plan)):
+        for choice in (self.default, *(choice for _, choice in self.named)):
             if choice not in CHOICES:
                 _refuse("boundary choice", choice, ", ".join(CHOICES), "choose one of them")
         if self.compile not in ("off", "parts", "block"):
             _refuse("boundary compile", self.compile, "off, parts, block", "choose one of them")
-        if (0, "recompute") in self.plan:
+        if (0, "recompute") in self.named:
             _refuse("boundary 0", "recompute", "offload, keep", "there is no previous boundary to recompute it from")
 
     @property
-    def plan(self) -> tuple[tuple[int, Choice], ...]:
+    def named(self) -> tuple[tuple[int, Choice], ...]:
         assert isinstance(self.per_boundary, tuple)
         return self.per_boundary
 
     def choice(self, index: int) -> Choice:
         """What happens to boundary `index`; the first one has no predecessor, so it is never recomputed by default."""
-        named = dict(self.plan).get(index)
+        named = dict(self.named).get(index)
         if named is not None:
             return named
         return "offload" if index == 0 and self.default == "recompute" else self.default
@@ -165,6 +174,25 @@ def block_seconds(shape: RunShape, machine: MachineShape) -> float:
     mlp = routed if model.num_experts else 3 * model.hidden * model.dense_width
     scores = 2 * tokens * heads * shape.batch.seq_len  # QK^T and PV, half of them masked
     return (2 * tokens * (attention + mlp) + scores) / machine.matmul_rate
+
+
+def boundaries(shape: RunShape, machine: MachineShape) -> Boundaries:
+    """The run's boundaries as `schedule.plan` takes them; a backward is the recompute and twice its work."""
+    count, forward = shape.model.num_layers, round(block_seconds(shape, machine) * 1e9)
+    return Boundaries(
+        (boundary_bytes(shape),) * count, (forward,) * count, (3 * forward,) * count,
+        round(machine.to_host_rate), round(machine.to_device_rate),
+    )  # fmt: skip
+
+
+def fastest_policy(
+    shape: RunShape, machine: MachineShape, *, device_bytes: int, host_bytes: int
+) -> tuple[BoundaryPolicy, BoundaryPlan] | NoPlan:
+    """The policy that adds the least time while the boundaries hold at most so many bytes on device and host."""
+    found = plan(boundaries(shape, machine), device_bytes, host_bytes)
+    if isinstance(found, NoPlan):
+        return found
+    return BoundaryPolicy(per_boundary=found.choices, host_bytes=host_bytes), found
 
 
 def pays(shape: RunShape, machine: MachineShape) -> Verdict:

@@ -7,9 +7,10 @@ A boundary that is recomputed costs the forwards from the nearest stored boundar
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 Choice = Literal["offload", "keep", "recompute"]
 CHOICES: Final[tuple[Choice, ...]] = ("offload", "keep", "recompute")
@@ -17,14 +18,16 @@ LONGEST_RUN: Final = 4  # recomputed boundaries in a row; their cost grows with 
 
 
 def device_boundaries(choices: Sequence[Choice]) -> tuple[int, int]:
-    """Boundaries that stay on the device from forward to backward, and those in transit beside them (0 or 1).
+    """Boundaries that stay on the device from forward to backward, and those in transit beside them (0, 1 or 2).
 
-    The last boundary stays unless it is recomputed. Anything that comes back, by the link or by a recompute, is one
-    boundary in transit.
+    The last boundary stays and one comes back beside it, or takes its place once it is gone. A last boundary that is
+    recomputed stands beside the one it is made from: two in transit, so that recomputing it frees nothing.
     """
     last = len(choices) - 1
     held = sum(_stays(choice, index == last) for index, choice in enumerate(choices))
-    return held, int(held < len(choices))
+    if held == len(choices):
+        return held, 0
+    return held, 1 if choices[last] != "recompute" else 2
 
 
 def stored_on_host(choices: Sequence[Choice]) -> int:
@@ -96,7 +99,7 @@ def cost(boundaries: Boundaries, choices: Sequence[Choice]) -> BoundaryPlan:
         if choice == "offload" and index < last:
             added += boundaries.stall_ns(index)
             host += size
-    return BoundaryPlan(tuple(choices), added, device + moving, host)
+    return BoundaryPlan(tuple(choices), added, device + device_boundaries(choices)[1] * moving, host)
 
 
 def plan(boundaries: Boundaries, device_budget: int, host_budget: int) -> BoundaryPlan | NoPlan:
@@ -109,31 +112,42 @@ def plan(boundaries: Boundaries, device_budget: int, host_budget: int) -> Bounda
     return _shortfall(boundaries, device_budget, host_budget) if found is None else found
 
 
-def _search(boundaries: Boundaries, device_budget: int, host_budget: int) -> BoundaryPlan | None:
-    labels: _Labels = {_State(0, 0, 0, 0): (0, ())}
-    for index in range(len(boundaries.sizes)):
-        grown: _Labels = {}
-        for state, (added, chosen) in labels.items():
-            for choice, after, more in _steps(boundaries, state, index):
-                if after.device + after.moving > device_budget or after.host > host_budget:
-                    continue
-                offer = (added + more, (*chosen, choice))
-                if after not in grown or offer[0] < grown[after][0]:
-                    grown[after] = offer
-        labels = _undominated(grown)
-    plans = [cost(boundaries, chosen) for _, chosen in labels.values()]
-    return min(plans, key=lambda p: (p.added_ns, p.device_bytes, p.host_bytes), default=None)
-
-
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     device: int
     moving: int
     host: int
     stored: int  # index of the nearest stored boundary
 
 
-_Labels = dict[_State, tuple[int, tuple[Choice, ...]]]  # the least time to a state, and the choices that lead there
+class _Path(NamedTuple):
+    """Choices, newest first: paths share their beginnings."""
+
+    choice: Choice
+    before: _Path | None
+
+
+_Labels = dict[_State, tuple[int, _Path | None]]  # the least time to a state, and the choices that lead there
+
+
+def _search(boundaries: Boundaries, device_budget: int, host_budget: int) -> BoundaryPlan | None:
+    labels = _advance(boundaries, device_budget, host_budget, timed=True)
+    plans = [cost(boundaries, _unrolled(path)) for _, path in labels.values()]
+    return min(plans, key=lambda p: (p.added_ns, p.device_bytes, p.host_bytes), default=None)
+
+
+def _advance(boundaries: Boundaries, device_budget: int, host_budget: int, *, timed: bool) -> _Labels:
+    labels: _Labels = {_State(0, 0, 0, 0): (0, None)}
+    for index in range(len(boundaries.sizes)):
+        grown: _Labels = {}
+        for state, (added, path) in labels.items():
+            for choice, after, more in _steps(boundaries, state, index):
+                if after.device + after.moving > device_budget or after.host > host_budget:
+                    continue
+                time_ns = added + more if timed else 0
+                if after not in grown or time_ns < grown[after][0]:
+                    grown[after] = time_ns, _Path(choice, path)
+        labels = _undominated(grown)
+    return labels
 
 
 def _steps(boundaries: Boundaries, state: _State, index: int) -> Iterator[tuple[Choice, _State, int]]:
@@ -142,35 +156,62 @@ def _steps(boundaries: Boundaries, state: _State, index: int) -> Iterator[tuple[
     yield "keep", _State(state.device + size, state.moving, state.host, index), 0
     if index < last:
         yield "offload", _State(state.device, moving, state.host + size, index), boundaries.stall_ns(index)
-    if index and index - state.stored <= LONGEST_RUN:
+    if 0 < index < last and index - state.stored <= LONGEST_RUN:  # the last one's recompute would free nothing
         more = boundaries.replay_ns(state.stored, index)
         yield "recompute", _State(state.device, moving, state.host, state.stored), more
 
 
 def _undominated(labels: _Labels) -> _Labels:
-    """Drop every label that another with the same last stored boundary equals or beats in time and in all bytes."""
+    """Drop every label that another with the same last stored boundary equals or beats in time and in all bytes.
+
+    Labels come in order of time, so a rival among those before needs to beat the bytes alone: one staircase of
+    (device, host) for every size in transit.
+    """
     kept: _Labels = {}
-    by_stored: dict[int, list[tuple[int, int, int, int]]] = {}
-    order = sorted(labels.items(), key=lambda item: (item[1][0], item[0].device, item[0].moving, item[0].host))
-    for state, offer in order:
-        point = (offer[0], state.device, state.moving, state.host)
-        rivals = by_stored.setdefault(state.stored, [])
-        if not any(all(a <= b for a, b in zip(rival, point, strict=True)) for rival in rivals):
-            rivals.append(point)
-            kept[state] = offer
+    stairs: dict[int, dict[int, _Staircase]] = {}
+    for state, offer in sorted(labels.items(), key=lambda item: (item[1][0], item[0])):
+        rivals = stairs.setdefault(state.stored, {})
+        if any(moving <= state.moving and rival.beats(state) for moving, rival in rivals.items()):
+            continue
+        rivals.setdefault(state.moving, _Staircase()).add(state)
+        kept[state] = offer
     return kept
 
 
+class _Staircase:
+    """Points that no other one beats, by rising device and so falling host bytes."""
+
+    def __init__(self) -> None:
+        self._device: list[int] = []
+        self._host: list[int] = []
+
+    def beats(self, state: _State) -> bool:
+        """Whether a point holds no more than this state, on device and host."""
+        place = bisect_right(self._device, state.device)
+        return place > 0 and self._host[place - 1] <= state.host
+
+    def add(self, state: _State) -> None:
+        first = last = bisect_left(self._device, state.device)
+        while last < len(self._host) and self._host[last] >= state.host:
+            last += 1
+        self._device[first:last] = [state.device]
+        self._host[first:last] = [state.host]
+
+
+def _unrolled(path: _Path | None) -> tuple[Choice, ...]:
+    choices: list[Choice] = []
+    while path is not None:
+        choices.append(path.choice)
+        path = path.before
+    return tuple(reversed(choices))
+
+
 def _shortfall(boundaries: Boundaries, device_budget: int, host_budget: int) -> NoPlan:
-    """The least device bytes under the host budget, by bisection: what fits a budget fits every larger one."""
-    low, high = device_budget + 1, sum(boundaries.sizes)  # keeping everything needs no host
-    while low < high:
-        middle = (low + high) // 2
-        if _search(boundaries, middle, host_budget) is not None:
-            high = middle
-        else:
-            low = middle + 1
-    return NoPlan(low, low - device_budget)
+    """The least device bytes under the host budget, whatever they cost in time."""
+    everything = sum(boundaries.sizes) + max(boundaries.sizes, default=0)
+    labels = _advance(boundaries, everything, host_budget, timed=False)
+    least = min(state.device + state.moving for state in labels)
+    return NoPlan(least, least - device_budget)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, MachineShape, MeshShape, ModelShape, RunShape
 from steppe.flatteners.boundary import budget
 from steppe.flatteners.boundary.budget import BoundaryPolicy
+from steppe.flatteners.boundary.schedule import NoPlan
 
 MODEL = ModelShape("qwen3_moe", hidden=2048, num_layers=48, vocab=151936, num_heads=32, num_kv_heads=4, head_dim=128,
                    dense_width=6144, num_experts=128, experts_per_token=8, expert_width=768)  # fmt: skip
@@ -42,6 +43,11 @@ def test_kept_and_recomputed_boundaries_are_counted_where_they_are():
     assert peak(budget.entries(SHAPE, policy), "host") == 45 * SIZE
 
 
+def test_recomputing_the_last_boundary_frees_nothing():
+    policy = BoundaryPolicy(per_boundary={47: "recompute"}, pin_topk=False)
+    assert peak(budget.entries(SHAPE, policy)) == 2 * SIZE
+
+
 def test_extras_and_pinned_choices_have_entries_of_their_own():
     tokens = 65536 // 8
     plain = peak(budget.entries(SHAPE, BoundaryPolicy(pin_topk=False)), "host")
@@ -60,6 +66,24 @@ def test_one_block_has_nothing_in_transit():
 def test_host_blocks_are_one_less_than_the_layers():
     assert budget.host_blocks(SHAPE, BoundaryPolicy()) == ((SIZE, 47),)
     assert budget.host_blocks(SHAPE, BoundaryPolicy("keep")) == ()
+
+
+def test_the_fastest_policy_keeps_what_the_device_has_room_for():
+    machine = MachineShape()
+    roomy = budget.fastest_policy(SHAPE, machine, device_bytes=48 * SIZE, host_bytes=0)
+    assert not isinstance(roomy, NoPlan)
+    assert set(roomy[0].choices(48)) == {"keep"}
+    fast, free = budget.fastest_policy(SHAPE, machine, device_bytes=10 * SIZE, host_bytes=60 * SIZE)
+    assert set(fast.choices(48)[:-1]) == {"offload"}
+    assert free.added_ns == 0
+    slow_link = MachineShape(to_device_rate=1e8)
+    slow, dear = budget.fastest_policy(SHAPE, slow_link, device_bytes=20 * SIZE, host_bytes=60 * SIZE)
+    assert slow.choices(48).count("keep") == 19  # and one in transit
+    assert dear.added_ns > 0
+    for policy, found in ((fast, free), (slow, dear)):
+        entries = budget.entries(SHAPE, replace(policy, pin_topk=False))
+        assert (peak(entries), peak(entries, "host")) == (found.device_bytes, found.host_bytes)
+    assert budget.fastest_policy(SHAPE, machine, device_bytes=SIZE, host_bytes=60 * SIZE) == NoPlan(2 * SIZE, SIZE)
 
 
 def test_it_pays_on_a_fast_link_and_not_below_the_prior():
