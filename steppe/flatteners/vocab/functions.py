@@ -111,7 +111,7 @@ class AtOnce(torch.autograd.Function):
                 last = group_weight(values.target_weight, call)
             ctx.save_for_backward(*grads, first / last)
             ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-            ctx.call, ctx.shape = call, hidden.shape
+            ctx.call = call
             if values.correct is not None:
                 ctx.mark_non_differentiable(values.correct)
             return total / last, values.correct
@@ -139,8 +139,7 @@ def group_weight(target_weight: Tensor, call: Call) -> Tensor:
 def _empty_gradients(ctx: Any, inputs: Inputs, batch: Batch) -> list[Tensor | None]:
     """Gradients of hidden, weight and bias, None where not needed. float16 is too narrow to be scaled afterwards."""
     needs = ctx.needs_input_grad[2:5]
-    narrow = torch.float16
-    dtype = batch.dtype if inputs.hidden.dtype == narrow else inputs.hidden.dtype
+    dtype = batch.dtype if inputs.hidden.dtype == torch.float16 else inputs.hidden.dtype
     make = torch.empty if inputs.index is None else torch.zeros
     device = inputs.hidden.device
     hidden = make(inputs.hidden.shape, dtype=dtype, device=device) if needs[0] else None

@@ -7,9 +7,10 @@ computed, and the gradients of a block's hidden states go home while the next on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import torch
 
@@ -44,15 +45,13 @@ class _Meeting:
 
     def blocks(self) -> Iterator[_Block]:
         steps = num_chunks(self._call.head.rows, self._call.tiles.tile_tokens)
-        coming = self._post(0) if steps else None
-        for step in range(steps):
-            block, pending = coming
+        following, posted = iter(range(steps)), deque[tuple[_Block, Pending]]()
+        for _ in range(steps):
+            room = len(self._hidden) - len(posted)  # the caller is done with the block before
+            posted.extend(self._post(step) for step in islice(following, room))
+            block, pending = posted.popleft()
             self._call.wire.wait(pending)
-            alone = self._call.wire.ranks == 1
-            coming = self._post(step + 1) if step + 1 < steps and not alone else None
             yield block
-            if alone and step + 1 < steps:
-                coming = self._post(step + 1)
 
     def _post(self, step: int) -> tuple[_Block, Pending]:
         wire, sizes = self._call.wire, self._call.tiles

@@ -100,7 +100,7 @@ class StripSpace:
         target = torch.where(hit, slopes.target, 0.0)
         for rows, scratch in self._groups(strip):
             part = Slopes(*(vector[rows, None] for vector in slopes))
-            self._gradient_group(strip[rows], scratch, part, own[rows, None], target[rows, None], class_weight)
+            self._gradient_group(strip[rows], scratch, part, own[rows], target[rows], class_weight)
         return strip
 
     def _gradient_group(
@@ -121,7 +121,8 @@ class StripSpace:
             logits.sub_(slopes.smooth)
         elif objective.label_smoothing:
             logits.addcmul_(slopes.smooth, class_weight[None], value=-1)
-        logits.scatter_add_(1, own, -target)
+        label = torch.arange(own.shape[0], device=own.device), own
+        logits.index_put_(label, logits[label] - target)  # deterministic on every device
         if objective.softcap is not None:
             logits.mul_(chain)
         elif objective.logit_scale != 1:

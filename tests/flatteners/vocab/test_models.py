@@ -94,9 +94,12 @@ def test_gradients_of_all_parameters_equal_the_plain_models(world_size: int) -> 
 def check_evaluation(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    for tied in (False, True):
+    for tied, biased in ((False, False), (False, True), (True, False)):
         changes = {"vocab_size": 251, "tie_word_embeddings": tied}
         plain, ours = toy_model(FAMILY, **changes).eval(), toy_model(FAMILY, **changes).eval()
+        if biased:
+            for model in (plain, ours):
+                model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 251))
         before = {name: p.clone() for name, p in ours.named_parameters()}
         ids, labels = _batch(world_size)
         own = slice(rank * ROWS, (rank + 1) * ROWS)
@@ -104,6 +107,10 @@ def check_evaluation(rank: int, world_size: int) -> None:
         with torch.no_grad():
             truth = plain(input_ids=ids[own]).logits
             assert_reordered(ours(input_ids=ids[own]).logits, truth, truth.double(), length=251, what="logits")
+            share = ours(input_ids=ids[own], labels=labels[own]).loss
+            torch.distributed.all_reduce(share)
+            mean = plain(input_ids=ids, labels=labels).loss
+            assert_reordered(share, mean, mean.double(), length=251, what="loss")
         new = {"max_new_tokens": 3, "do_sample": False}
         assert torch.equal(ours.generate(ids[own], **new), plain.generate(ids[own], **new))
         loss.detach()

@@ -11,7 +11,7 @@ from steppe.flatteners.vocab.budget import VocabPolicy
 from steppe.flatteners.vocab.reference import plain_loss
 from steppe.flatteners.vocab.ring import ring_dtp, ring_dtp_loss
 from steppe.flatteners.vocab.stats import RingStats
-from tests.flatteners.vocab.programs import ROW_VALUES, Spec, check_parity, make, ours
+from tests.flatteners.vocab.programs import ROW_VALUES, Spec, Tensors, check_parity, make, ours
 from tests.support.exactness import assert_bitwise, assert_reordered, relative_error, rounding_band
 
 OPTIONS = st.fixed_dictionaries(
@@ -99,6 +99,10 @@ def test_double_backward_raises(schedule: str) -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+def counted(tensors: Tensors) -> torch.Tensor:
+    return plain_loss(tensors.hidden, tensors.weight, tensors.labels)["num_correct"]
+
+
 @pytest.mark.parametrize("schedule", ["auto", "local", "weights", "activations"])
 def test_a_forward_without_gradients_has_the_same_bits(schedule: str) -> None:
     for spec in (Spec(schedule=schedule, want=("loss", "num_correct")), Spec(schedule=schedule, class_weight=True)):
@@ -111,6 +115,8 @@ def test_a_forward_without_gradients_has_the_same_bits(schedule: str) -> None:
                 policy=VocabPolicy(schedule, **spec.sizes),
             )  # fmt: skip
         assert_bitwise(without.loss, with_grad["loss"].detach())
+        with torch.inference_mode():
+            assert_bitwise(ours(spec.but(want=("num_correct",)), tensors, 0, None)[0]["num_correct"], counted(tensors))
         assert not without.loss.requires_grad
 
 

@@ -30,6 +30,7 @@ OPTIONS = (
     Spec(frozen="weight"),
     Spec(frozen="weight alone", bias=True),
     Spec(ignored=0.0),
+    Spec(options={"vocab_size": 4, "label_smoothing": 0.1}, class_weight=True),  # later shards are all padding
     Spec(ignored=1.1),
     Spec(offset=3000.0, bias=True, want=("loss", "entropy"), options={"label_smoothing": 0.1}),
 )
