@@ -68,8 +68,11 @@ class Naming:
                 self._books.own([parameter.grad], owner)
 
         handle = parameter.register_post_accumulate_grad_hook(name)
-        # First in line: another hook may take the gradient away.
-        parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        # First in line: another hook may take the gradient away. Autograd goes by the order of insertion, which
+        # `move_to_end` does not touch.
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for other in [key for key in hooks if key != handle.id]:
+            hooks[other] = hooks.pop(other)
         self._undo.append(handle.remove)
 
     def _follow(self, group: Any) -> None:

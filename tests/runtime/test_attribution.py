@@ -161,21 +161,39 @@ def test_a_plain_model_is_charged_by_place_and_its_loss_by_a_region():
     assert_peak(peaks["vocab"], 3 * TOKENS * VOCAB * 4, TOKENS * VOCAB * 4 + 4096, "logits held by the caller")
 
 
-def test_a_recompute_is_charged_to_its_own_owners():
-    """The tail of a checkpointed block starts the recompute: the attention before it is not the tail's."""
+def labels_at(module: nn.Module) -> list[str]:
+    seen: list[str] = []
+    module.register_forward_pre_hook(lambda *_: seen.append(scopes.current()))
+    return seen
+
+
+def test_a_recompute_starts_free_of_the_label_that_is_open_where_it_starts():
+    """A block whose tail is a region: its backward opens the label and then recomputes the whole block."""
 
     class Block(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early = nn.Identity()
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return scopes.region("dispatch", lambda y: torch.tanh(self.mlp(y)))(x + self.attention(x))
+            return scopes.region("dispatch", lambda y: torch.tanh(self.mlp(y)))(self.early(x) + self.attention(x))
 
     model = Plain()
     model.layers = nn.ModuleList(Block() for _ in range(LAYERS))
     handle = attribute(model)
-    with Meter(model) as meter:
-        model(token_ids().flatten()).sum().backward()
+    seen = labels_at(model.layers[1].early)
+    model(token_ids().flatten()).sum().backward()
     handle.remove()
-    # mlp's output, tanh's output and their gradients: qkv's three would show
-    assert meter.ledger().peaks["dispatch"] <= 4 * BOUNDARY
+    assert seen == ["other", "other"]
+
+
+def test_a_recompute_of_a_hugging_face_layer_starts_free_of_labels_too():
+    model, ids = family_model("qwen3_moe"), token_ids()
+    handle = attribute(model)
+    seen = labels_at(model.model.layers[1].input_layernorm)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    handle.remove()
+    assert seen == ["other", "other"]
 
 
 def test_a_compiled_module_stays_compiled():

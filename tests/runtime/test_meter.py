@@ -149,6 +149,15 @@ def test_weights_gradients_and_states_have_their_names(foreach):
     assert ledger.peaks["gradients"] == num_bytes
 
 
+def test_a_gradient_that_another_hook_takes_away_was_a_gradient_all_the_same():
+    model = Head()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with Meter(model) as meter:
+        model(*batch()).backward()
+    assert meter.ledger().peaks["gradients"] >= model.head.weight.nbytes
+
+
 def test_what_existed_before_is_named_as_well():
     model = Head()
     optimizer = adamw(model)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from steppe.runtime.allocator import allocator_peak
 from steppe.runtime.attribution import attribute
@@ -75,3 +76,18 @@ def test_a_sharded_step_is_attributed_to_its_owners(world_size):
         assert_peak(peaks["gradients"], (root + LAYERS * layer) // world_size, small, "padding of shards")
         assert_peak(peaks["gathered"], 2 * root, 2 * layer, "a layer gathered ahead, and its flat buffer")
         assert found["holders"]["vocab"] == peaks["vocab"]
+
+
+def multiply_shards(rank: int, world_size: int) -> tuple[int, int]:
+    """Both factors are sharded over their rows, so that DTensor has to move one inside the operator."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    left, right = (distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)]) for _ in range(2))
+    with Meter() as meter:
+        product = left @ right
+    held = sum(t.to_local().nbytes for t in (left, right, product))
+    return meter.ledger().device_peak_bytes, held
+
+
+def test_what_a_dtensor_makes_inside_an_operator_is_seen():
+    for measured, held in run_ranks(multiply_shards, 2):
+        assert measured > held
