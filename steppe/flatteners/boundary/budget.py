@@ -14,6 +14,7 @@ from steppe.core.ledger import BLOCK_BACKWARD, Entry, Moment
 from steppe.core.policy import OFF, Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape
 from steppe.core.units import format_bytes
+from steppe.flatteners.boundary.equal import plan_equal
 from steppe.flatteners.boundary.schedule import (
     CHOICES,
     Boundaries,
@@ -234,3 +235,15 @@ def _pairs(given: object) -> tuple[tuple[int, object], ...]:
 
 def _refuse(what: str, got: object, allowed: str, remedy: str) -> None:
     raise ConfigError(what, got=repr(got), allowed=allowed, remedy=remedy)
+
+
+def fitted(shape: RunShape, machine: MachineShape, device_room: int, host_room: int) -> BoundaryPolicy | None:
+    """The fastest policy within so many bytes of one rank's device and host, from the machine's rates; None: none."""
+    pinned, blocks = pinned_bytes(shape, BoundaryPolicy()), shape.model.num_moe_layers
+    device_room, host_room = device_room - 2 * pinned, host_room - max(0, blocks - 1) * pinned
+    found = plan_equal(boundaries(shape, machine), device_room, host_room)
+    if isinstance(found, NoPlan):
+        return None
+    default = max(CHOICES, key=found.choices.count)
+    named = {index: choice for index, choice in enumerate(found.choices) if choice != default}
+    return BoundaryPolicy(default=default, per_boundary=named)

@@ -47,6 +47,8 @@ def switch_on(model: Any, checkpoint: Checkpoint, paused: Callable[[bool], objec
 
     Trainer switches checkpointing on again when training starts and would put its own function in: the switches of
     this instance put ours in instead. `paused(True)` is called when somebody switches checkpointing off on purpose.
+    Input gradients, which Hugging Face switches on with reentrant checkpointing in mind, are left as they are: they
+    would keep the first boundary on the device.
     """
     was_on = {id(m): m.gradient_checkpointing for m in blocks_of_transformers(model)}
     functions = {id(m): vars(m).get("_gradient_checkpointing_func") for m in model.modules()}
@@ -64,12 +66,10 @@ def switch_on(model: Any, checkpoint: Checkpoint, paused: Callable[[bool], objec
     for name, switch in switches.items():
         setattr(model, name, switch)
     on()
-    model.enable_input_require_grads()
 
     def undo() -> None:
         for name in switches:
             vars(model).pop(name, None)
-        model.disable_input_require_grads()
         model._set_gradient_checkpointing(enable=False)
         for module in model.modules():
             if id(module) in was_on:

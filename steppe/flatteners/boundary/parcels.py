@@ -112,8 +112,8 @@ class Transit:
 class Parcel:
     """One range of one storage: on the device, on the host, or on the way."""
 
-    __slots__ = ("__weakref__", "_block", "_carrier", "_claims", "_dense", "_device", "_dtype", "_inbound", "_outbound",
-                 "_storage", "_transit", "_version", "constant", "here", "newest", "stays")  # fmt: skip
+    __slots__ = ("__weakref__", "_block", "_carrier", "_claims", "_constant", "_dense", "_device", "_dtype",
+                 "_inbound", "_outbound", "_storage", "_transit", "_version", "here", "newest", "stays")  # fmt: skip
 
     def __init__(self, transit: Transit, tensor: torch.Tensor) -> None:
         self._transit = transit
@@ -126,7 +126,7 @@ class Parcel:
         self._outbound: Ticket | None = None
         self._inbound: Ticket | None = None
         self._claims: Counter[int] = Counter()
-        self.constant = not tensor.requires_grad
+        self._constant = not tensor.requires_grad
         self.newest = -1  # number of the newest boundary that holds it
         self.stays = False  # on the device, because a boundary says so or because the caller keeps it there
 
@@ -136,8 +136,8 @@ class Parcel:
         return torch.Size(size).numel() * self._dtype.itemsize
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is inside this range of the same, still living storage, unchanged since."""
-        if self._storage.expired() or tensor._version != self._version or tensor.dtype != self._dtype:
+        """Whether `tensor`, found by its storage's identity, is inside this range and unchanged since."""
+        if tensor._version != self._version or tensor.dtype != self._dtype:
             return False
         size, stride, start = self._carrier
         if not self._dense:
@@ -149,7 +149,8 @@ class Parcel:
         """The storage was packed once more: it is on the device, so what left may stay here for a while."""
         if self.here is None or self._inbound is None:
             self.here = self._alias(tensor)
-        self.stays |= self.constant  # a mask or a table that several blocks read: the caller holds it anyway
+        # A mask or a table that several blocks read: the caller holds it anyway.
+        self.stays |= self._constant and not tensor.requires_grad
 
     def ship(self, boundary: int) -> None:
         """Start the copy to the host, unless it happened, or a newer boundary still holds the tensor here."""

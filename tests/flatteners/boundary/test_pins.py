@@ -298,3 +298,19 @@ def test_every_mode_lets_torch_compile_work():
     assert Recorder.ignore_compile_internals()
     assert Replayer.ignore_compile_internals()
     assert not Wanted(topk=False)
+
+
+def test_a_kept_result_that_is_the_next_boundary_travels_once_and_leaves():
+    def use(checkpoint):
+        torch.manual_seed(0)
+        hidden = torch.randn(8, 16, requires_grad=True)
+        out = hidden * 1.0
+        for _ in range(4):
+            out = checkpoint(lambda h: h.sin().exp().cos(), out)
+        return torch.autograd.grad(out.sum(), hidden)[0]
+
+    sco = rough_sco(BoundaryPolicy(offload_extra=("aten.cos",), min_bytes=0))
+    assert torch.equal(use(sco.checkpoint), use(checkpointed))
+    assert sco.stats().extras_kept == 4
+    assert sco.stats().bytes_offloaded == 3 * 8 * 16 * 4
+    sco.close()
