@@ -119,8 +119,7 @@ class PlainLoss:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._run = scopes.region("vocab", token_losses)
-        self.keep_token_losses = False
-        self.token_losses: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
         model.lm_head.forward = _identity
         model.loss_function = self
 
@@ -133,9 +132,14 @@ class PlainLoss:
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         head = self._model.lm_head
         losses = self._run(logits, head.weight, head.bias, shift_labels)
-        self.token_losses = losses.detach() if self.keep_token_losses else None
+        self._last = losses.detach()
         divisor = num_items_in_batch if num_items_in_batch is not None else (shift_labels != IGNORED).sum()
         return losses.sum() / divisor
+
+    def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[N] of the call that has just been made: nothing is computed twice."""
+        assert self._last is not None
+        return self._last
 
     def detach(self) -> None:
         """Give the model its own head and loss back."""
@@ -159,43 +163,53 @@ class MicroLoss:
     total: torch.Tensor
     cross_entropy: torch.Tensor
     auxiliary: torch.Tensor  # the router's, unweighted; 0 where the model has none or it is switched off
+    tokens: torch.Tensor | None  # [N] each token's cross-entropy, 0 without a label; None unless asked for
 
 
 def loss_of(
     model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor, *,
-    num_valid: int, share: float,
+    num_valid: int, share: float, keep_tokens: bool = False,
 ) -> MicroLoss:  # fmt: skip
     """This micro-batch's part of the global loss; `labels` are already shifted.
 
     The cross-entropy is summed over the valid tokens and divided by the global number of them; the auxiliary loss
     enters with this micro-batch's `share` of all tokens, so that summed gradients are those of the global mean.
     """
-    with _bound(model, num_valid, share) as cross_entropy:
+    with _bound(model, num_valid, share, keep_tokens) as (cross_entropy, tokens):
         masks = _document_masks(model, input_ids, position_ids)
         out = model(
             input_ids=input_ids, attention_mask=masks, position_ids=position_ids, labels=labels, use_cache=False
         )
     auxiliary = getattr(out, "aux_loss", None)
     none = out.loss.new_zeros(())
-    return MicroLoss(out.loss, cross_entropy[0], none if auxiliary is None else auxiliary.detach())
+    auxiliary = none if auxiliary is None else auxiliary.detach()
+    return MicroLoss(out.loss, cross_entropy[0], auxiliary, tokens[0] if tokens else None)
 
 
 @contextmanager
-def _bound(model: Any, num_valid: int, share: float) -> Iterator[list[torch.Tensor]]:
-    """The instance's loss with divisor and shifted labels bound, the auxiliary coefficient scaled; yields its value."""
+def _bound(
+    model: Any, num_valid: int, share: float, keep_tokens: bool
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The instance's loss with divisor and shifted labels bound, the auxiliary coefficient scaled.
+
+    Yields two lists into which the loss and, when asked for, the tokens' losses go.
+    """
     inner, coefficient = model.loss_function, getattr(model, "router_aux_loss_coef", None)
     values: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
 
     def bound(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: object) -> torch.Tensor:
         loss = inner(logits, labels, vocab_size, num_items_in_batch=num_valid, shift_labels=labels)
         values.append(loss.detach().clone())  # transformers adds the auxiliary loss in place
+        if keep_tokens:
+            tokens.append(inner.token_losses(logits.detach(), labels))
         return loss
 
     model.loss_function = bound
     if coefficient is not None:
         model.router_aux_loss_coef = coefficient * share
     try:
-        yield values
+        yield values, tokens
     finally:
         model.loss_function = inner
         if coefficient is not None:

@@ -6,18 +6,16 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from steppe.compose import attach_all, refuse_conflicts
+from steppe.compose import attach_all
 from steppe.core.errors import SteppeError
 from steppe.core.policy import OFF
-from steppe.flatteners import half
 from steppe.integrations import transformers as hf
 from steppe.runtime import collectives, scopes
 from steppe.runtime.mesh import make_meshes
@@ -73,33 +71,33 @@ class Trainer:
         self._make()
 
     def _make(self) -> None:
-        """Model, flatteners, shards, optimizer: in this order, since a flattener may place parameters itself."""
+        """Model, flatteners, shards, optimizer: in this order, since flatteners place parameters of their own."""
         config = self.config
         self.meshes = make_meshes(config.launch.mesh(self.world), self.device)
         self.model = build_model(config, self.model_config)
         self.ulysses = join_sequences(self.model, config)
-        self.flattened = attach_all(self.model, {**config.flatten, "optimizer": OFF}, self.meshes)
+        self.flattened = attach_all(self.model, self._policies(), self.meshes)
         if config.flatten["boundary"] == OFF and config.train.checkpointing:
             hf.checkpoint_blocks(self.model)
-        self.plain_loss = hf.PlainLoss(self.model) if config.flatten["vocab"] == OFF else None
+        if config.flatten["vocab"] == OFF:
+            hf.PlainLoss(self.model)
         shard(self.flattened, config, self.device)
         with scopes.label("optimizer"):
             self.optimizer = self._make_optimizer()
 
+    def _policies(self) -> dict[str, Any]:
+        """The config's, with the run's clipping handed to the optimizer that clips by itself."""
+        policies, clip = dict(self.config.flatten), self.config.train.clip
+        if policies["optimizer"] != OFF and policies["optimizer"].max_norm is None:
+            policies["optimizer"] = dataclasses.replace(policies["optimizer"], max_norm=clip or math.inf)
+        return policies
+
     def _make_optimizer(self) -> Any:
-        """The plain optimizer, or the flattener's, which clips by itself and needs the shards to be there."""
-        train, policy = self.config.train, self.config.flatten["optimizer"]
-        if policy == OFF:
+        train = self.config.train
+        if self.config.flatten["optimizer"] == OFF:
             return plain_adamw(self.model, train)
-        refuse_conflicts("optimizer", self.model)
-        if policy.max_norm is None:
-            policy = dataclasses.replace(policy, max_norm=train.clip or math.inf)
-        handle = half("optimizer", "attach").attach(
-            self.model, policy, groups=parameter_groups(self.model, train.weight_decay),
-            lr=train.lr, betas=train.betas, eps=train.eps,
-        )  # fmt: skip
-        self.flattened.attached["optimizer"] = handle
-        return handle.optimizer
+        groups = parameter_groups(self.model, train.weight_decay)
+        return self.flattened.optimizer(train.lr, groups=groups, betas=train.betas, eps=train.eps)
 
     def step(self, batches: Sequence[Batch] | None = None, *, keep_token_losses: bool = False) -> StepResult:
         """One optimizer step over this rank's micro-batches: its own next ones, or those given.
@@ -139,28 +137,16 @@ class Trainer:
             torch.manual_seed(dropout_seed(self.config.train.seed, self.next_step, micro, self.rank))
             if self.config.flatten["optimizer"] != OFF:
                 self.optimizer.set_is_last_backward(micro == len(batches) - 1)
-            with self._keeping(keep, kept):
-                loss = hf.loss_of(
-                    self.model, batch.input_ids, batch.position_ids, batch.labels,
-                    num_valid=max(1, num_valid), share=share,
-                )  # fmt: skip
+            loss = hf.loss_of(
+                self.model, batch.input_ids, batch.position_ids, batch.labels,
+                num_valid=max(1, num_valid), share=share, keep_tokens=keep,
+            )  # fmt: skip
+            if loss.tokens is not None:
+                kept.append(loss.tokens)
             loss.total.backward()
             sums += torch.stack([loss.cross_entropy.double(), share * loss.auxiliary.double()])
             del batch, loss
         return collectives.all_reduce(sums, self.group).tolist(), tuple(kept)
-
-    @contextmanager
-    def _keeping(self, keep: bool, kept: list[torch.Tensor]) -> Iterator[None]:
-        """Collect the micro-batch's per-token losses [N] when asked for."""
-        if not keep or self.plain_loss is None:
-            yield
-            return
-        self.plain_loss.keep_token_losses = True
-        try:
-            yield
-            kept.append(self.plain_loss.token_losses)
-        finally:
-            self.plain_loss.keep_token_losses, self.plain_loss.token_losses = False, None
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and a run that resumes it must share: everything that decides data, weights and sums."""
