@@ -14,11 +14,10 @@ from typing import Any
 from steppe.core import parameters
 from steppe.core.shapes import BatchShape, MachineShape
 from steppe.core.units import GiB, format_tokens
-from steppe.planner.answer import answer
 from steppe.planner.context import LONGEST, Context, in_words, max_context, max_context_plain
 from steppe.planner.layouts import Job
 from steppe.planner.models import load_model, shipped_models
-from steppe.planner.search import search, search_plain
+from steppe.planner.search import search, search_plain, switches
 
 CASE = "planner"
 TESTS = "tests/planner"
@@ -93,17 +92,16 @@ def context_table() -> Iterator[str]:
 
 
 def length_table() -> Iterator[str]:
-    """The published models at four lengths: device peak and modelled step of plain and flattened."""
+    """The published models at four lengths: device peak and modelled step of plain and flattened, AdamW fused."""
     yield "| model, devices | S | plain peak | plain step | flattened peak | headroom | flattened step | on |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, world in PAPER.items():
         for seq_len in LENGTHS:
-            asked = job(name, world, seq_len)
-            plain, flat = search_plain(replace(asked, without=FUSED)), search(asked)
+            asked = replace(job(name, world, seq_len), without=FUSED)
+            plain, flat = search_plain(asked), search(asked)
             peaks = [c.forecast.device_peak_bytes / GiB for c in (plain, flat)]
             step = f"{plain.time.seconds:.1f} s" if plain.fits else "doesn't fit"
-            told = answer(name, asked)
-            on = ", ".join(s.flattener for s in told.switches if s.on) or "none"
+            on = ", ".join(s.flattener for s in switches(asked, flat) if s.on) or "none"
             room = MACHINE.device_memory_bytes / GiB - peaks[1]
             yield (
                 f"| {name}, {world} | {format_tokens(seq_len)} | {peaks[0]:.1f} GiB | {step} | {peaks[1]:.1f} GiB | "

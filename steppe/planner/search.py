@@ -88,7 +88,33 @@ def programs(job: Job, shape: RunShape) -> tuple[Policies, ...]:
 
 def search(job: Job) -> Candidate:
     """The fastest candidate that fits, the fewest switches among equally fast; the smallest one when none fits."""
-    return _best(job, lambda shape: programs(job, shape))
+    return tuned(job, _best(job, lambda shape: programs(job, shape)))
+
+
+def tuned(job: Job, seen: Candidate) -> Candidate:
+    """Flatteners that can fit themselves into the room that the others leave do so, where that costs no time.
+
+    Their budget's `fitted(shape, machine, device_room, host_room)` gives the policy, from the machine's rates.
+    """
+    for name in NAMES:
+        fitted = getattr(half(name, "budget"), "fitted", None)
+        if fitted is None or isinstance(seen.policies[name], Off):
+            continue
+        policy = fitted(seen.shape, seen.shape.machine, *_room(seen, name, job.without))
+        if policy is not None:
+            offer = candidate(seen.shape, {**seen.policies, name: policy}, job.without)
+            if offer.fits and (not seen.fits or offer.time.seconds <= seen.time.seconds):
+                seen = offer
+    return seen
+
+
+def _room(seen: Candidate, name: str, without: frozenset[str]) -> tuple[int, int]:
+    """Bytes of one rank's device and host that everything but this flattener leaves."""
+    own = {entry.tensor for entry in half(name, "budget").entries(seen.shape, seen.policies[name])}
+    others = forecast(seen.shape, seen.policies, without=without | own)
+    machine, mesh = seen.shape.machine, seen.shape.mesh
+    host = (machine.host_memory_bytes - others.host_bytes_per_node) // min(mesh.ranks_per_node, mesh.world)
+    return max(0, machine.device_memory_bytes - others.device_peak_bytes), max(0, host)
 
 
 def search_plain(job: Job) -> Candidate:
