@@ -273,19 +273,23 @@ def test_strides_come_back_as_they_were(layout):
 
 
 def test_a_recycled_address_is_not_taken_for_the_same_tensor():
+    addresses = []
+
     def use(checkpoint):
-        start = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        hidden, total = start * 1.0, 0.0
-        for place in range(6):
-            # An own input per block that dies at once: the allocator hands its address to the next one.
-            fresh = torch.full((64, 64), float(place))
-            hidden = checkpoint(lambda h, f: (h * f).sin(), hidden, fresh)
-            total = total + hidden.sum()
+        hidden = torch.ones(64, 64, requires_grad=True)
+        out = hidden * 1.0
+        for place in range(60):
+            # An own input per block that nobody else keeps: once it has left, its address can be given out again.
+            fresh = torch.full((64, 64), 0.9 + 0.001 * place)
+            addresses.append(fresh.untyped_storage()._cdata)
+            out = checkpoint(lambda h, f: (h * f).sin(), out, fresh)
             del fresh
-        return torch.autograd.grad(total, start)[0]
+        return torch.autograd.grad(out.sum(), hidden)[0]
 
     sco = SCO(ALL, arena=Arena("boundary", poison=True))
     assert torch.equal(use(sco.checkpoint), use(checkpointed))
+    assert sco.stats().bytes_offloaded == 59 * 2 * 64 * 64 * 4
+    assert len(set(addresses[:60])) == 60  # none while a handle of the former tensor lives
     sco.close()
 
 
