@@ -96,7 +96,7 @@ class LayerShape:
 def chunk_tokens(policy: DispatchPolicy, layer: LayerShape) -> int:
     """c: the most tokens of one source in a chunk, given directly, by the method's formula, or from bytes."""
     if policy.chunk_tokens is not None:
-        return policy.chunk_tokens
+        return int(policy.chunk_tokens)
     if policy.micro_chunks is not None:
         return max(1, math.ceil(layer.num_tokens / policy.micro_chunks))
     per_row = sum(width for _, width in row_buffers(layer))

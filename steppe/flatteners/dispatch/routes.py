@@ -113,7 +113,7 @@ def route(
     session.telemetry.planned(counts, layout, rank)
     own = LayerShape(**{**vars(layer), "num_tokens": num_tokens})
     return Routes(
-        own, layout, send_tables(counts, layout, rank), receives, order, host[everyone.numel() :].reshape(-1, num_choices),
+        own, layout, send_tables(layout, rank), receives, order, host[everyone.numel() :].reshape(-1, num_choices),
         rank, _native_left(layout, receives, rank),
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Layout:
     """All ranks' chunks. P pieces (of the plan), Q runs, n chunks; see Note [runs and groups]."""
 
     plan: Plan
-    rows: Ints  # [E_p, P] rows of each piece at each source
+    counts: Ints  # [E_p, E]
     run: Ints  # [P] the run of each piece
     run_dest: Ints  # [Q]
     run_rows: Ints  # [E_p, Q]
@@ -59,9 +59,8 @@ class Layout:
 
 def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) -> Layout:
     """Cut the plan into chunks of at most `chunk_rows + E_p` rows sent and received by any rank."""
-    rows = _rows_by_source(counts, plan)
-    starts, run, run_dest = _runs_of_pieces(plan, spill_slots // 2)
-    run_rows = np.add.reduceat(rows, starts, axis=1)
+    run, run_dest = _runs_of_pieces(plan, spill_slots // 2)
+    run_rows = _rows_of_runs(counts, plan, run, run_dest)
     arrivals = run_rows.sum(axis=0)
     needed = -(-arrivals // chunk_rows)
     per_dest = _sum_by(run_dest, needed, plan.num_ranks)
@@ -70,33 +69,49 @@ def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) 
         num_chunks = _hand_out(needed, arrivals, run_dest, chunks)
         first = _exclusive_within(num_chunks, run_dest)
         if _highest_send_rate(run_rows, first, num_chunks, chunks) <= chunk_rows * (1 + 1e-12):
-            return Layout(plan, rows, run, run_dest, run_rows, first, num_chunks, chunks, chunk_rows)
+            return Layout(plan, counts, run, run_dest, run_rows, first, num_chunks, chunks, chunk_rows)
         chunks += max(1, chunks // 8)
 
 
-def _rows_by_source(counts: Ints, plan: Plan) -> Ints:
-    """Rows of each piece at each source [E_p, P]: the overlap of the piece with the source's part of the global order."""
-    edges = np.zeros((plan.num_ranks + 1, plan.num_experts), np.int64)
-    np.cumsum(counts, axis=0, out=edges[1:])
-    inside = np.take(edges, plan.expert, axis=1)
-    np.minimum(np.maximum(inside, plan.start, out=inside), plan.stop, out=inside)
-    overlap: Ints = inside[1:] - inside[:-1]
+def _rows_of_pieces(counts: Ints, plan: Plan, pieces: slice | Ints) -> Ints:
+    """Rows of these pieces at each source [E_p, ...]: overlaps with the sources' parts of the global order."""
+    experts = plan.expert[pieces]
+    edges = np.zeros((plan.num_ranks + 1, len(experts)), np.int64)
+    np.cumsum(counts[:, experts], axis=0, out=edges[1:])
+    np.minimum(np.maximum(edges, plan.start[pieces], out=edges), plan.stop[pieces], out=edges)
+    overlap: Ints = edges[1:] - edges[:-1]
     return overlap
 
 
-def _runs_of_pieces(plan: Plan, half: int) -> tuple[Ints, Ints, Ints]:
-    """First piece of each run, run of each piece, destination of each run."""
+def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, run_dest: Ints) -> Ints:
+    """Rows of each run at each source [E_p, Q]: the natives' counts less what moved away, and what moved in."""
+    ranks = plan.num_ranks
+    rows = np.zeros((ranks, len(run_dest)), np.int64)
+    natives = np.add.reduceat(counts, np.arange(0, plan.num_experts, plan.num_native), axis=1)
+    moved = np.flatnonzero(plan.owner != plan.dest)
+    if len(moved):
+        overlap = _rows_of_pieces(counts, plan, moved)
+        away = np.zeros((len(moved), ranks))
+        away[np.arange(len(moved)), plan.owner[moved]] = 1
+        natives -= (overlap @ away).astype(np.int64)  # float64 sums of integers below 2**53 are exact
+        heads = np.flatnonzero(np.diff(run[moved], prepend=-1))
+        rows[:, run[moved[heads]]] = np.add.reduceat(overlap, heads, axis=1)
+    rows[:, np.searchsorted(run_dest, np.arange(ranks))] = natives
+    return rows
+
+
+def _runs_of_pieces(plan: Plan, half: int) -> tuple[Ints, Ints]:
+    """Run of each piece, destination of each run."""
     foreign = plan.owner != plan.dest
     index = np.arange(len(foreign))
     dest_start = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
     nth_foreign = index - dest_start[plan.dest] - plan.num_native
     opens = np.where(foreign, nth_foreign % half == 0, index == dest_start[plan.dest])
-    starts = np.flatnonzero(opens)
-    return starts, opens.cumsum() - 1, plan.dest[starts]
+    return opens.cumsum() - 1, plan.dest[opens]
 
 
 def _hand_out(needed: Ints, arrivals: Ints, run_dest: Ints, chunks: int) -> Ints:
-    """Chunks of each run: what it needs, spare ones one by one to the run with most rows a chunk (ties: first)."""
+    """Chunks of each run: what it needs, spare ones by rows, the rest to the run with most rows a chunk."""
     starts = np.searchsorted(run_dest, np.arange(int(run_dest[-1]) + 1))
     num_runs = np.diff(np.append(starts, len(run_dest)))
     spare = chunks - np.add.reduceat(needed, starts)
@@ -108,12 +123,12 @@ def _hand_out(needed: Ints, arrivals: Ints, run_dest: Ints, chunks: int) -> Ints
         return num_chunks
     index = np.minimum(starts[several, None] + np.arange(num_runs.max()), len(run_dest) - 1)
     present = np.arange(num_runs.max()) < num_runs[several, None]
-    rows = np.where(present & (arrivals[index] > 0), arrivals[index], -1)
-    rows[:, 0] = np.where((rows < 0).all(axis=1), 0, rows[:, 0])  # a destination without rows: all to its natives
-    for left in range(int(spare.max()), 0, -1):
-        needy = np.flatnonzero(spare[several] >= left)
-        fullest = (rows[needy] / np.maximum(num_chunks[index[needy]], 1)).argmax(axis=1)
-        num_chunks[index[needy, fullest]] += 1
+    rows = np.where(present, arrivals[index], 0)
+    spare = spare[several]
+    given = num_chunks[index] + spare[:, None] * rows // np.maximum(rows.sum(axis=1), 1)[:, None]
+    left = chunks - np.where(present, given, 0).sum(axis=1)
+    given[np.arange(len(several)), (rows / np.maximum(given, 1)).argmax(axis=1)] += left
+    num_chunks[index[present]] = given[present]
     return num_chunks
 
 
@@ -146,13 +161,15 @@ class Receives:
     group_chunks: list[tuple[int, int]]  # [groups] first chunk and end chunk
 
 
-def send_tables(counts: Ints, layout: Layout, rank: int) -> Sends:
+def send_tables(layout: Layout, rank: int) -> Sends:
     """`rank`'s own row: which of its routes leave in which chunk, and for whom."""
-    plan, rows = layout.plan, layout.rows[rank]
+    plan, own = layout.plan, layout.counts[rank]
+    first = layout.counts[:rank].sum(axis=0)[plan.expert]  # where the own routes begin in the experts' global order
+    start = np.maximum(plan.start, first)
+    rows = np.maximum(np.minimum(plan.stop, first + own[plan.expert]) - start, 0)
     cut = _cut(rows[None], layout, layout.run, layout.run_rows[rank][None], slice(None))[0]
-    length = np.diff(cut, axis=1).T  # [n, P]
-    own_start = counts[:rank].sum(axis=0)[plan.expert]
-    order_start = (counts[rank].cumsum() - counts[rank])[plan.expert] + np.maximum(plan.start - own_start, 0)
+    length = (cut[:, 1:] - cut[:, :-1]).T  # [n, P]
+    order_start = (own.cumsum() - own)[plan.expert] + np.where(rows > 0, start - first, 0)
     runs = _merge(order_start + cut[:, :-1].T, length)
     dests = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
     return Sends(runs, np.add.reduceat(length, dests, axis=1).tolist())
@@ -163,7 +180,7 @@ def receive_tables(layout: Layout, rank: int) -> Receives:
     plan = layout.plan
     mine = slice(*np.searchsorted(plan.dest, [rank, rank + 1]))
     runs = np.flatnonzero(layout.run_dest == rank)
-    cut = _cut(layout.rows[:, mine], layout, layout.run[mine], layout.run_rows, runs)
+    cut = _cut(_rows_of_pieces(layout.counts, plan, mine), layout, layout.run[mine], layout.run_rows, runs)
     length = np.ascontiguousarray(np.diff(cut, axis=2).transpose(2, 0, 1))  # [n, E_p, P_own]
     by_expert = length.transpose(0, 2, 1)
     gather = _merge(_exclusive(length).transpose(0, 2, 1), by_expert)
@@ -197,13 +214,19 @@ def choice_sizes(counts_by_choice: Ints, layout: Layout, rank: int, sends: Sends
 
 def _cut(rows: Ints, layout: Layout, run: Ints, run_rows: Ints, runs: slice | NDArray[np.intp]) -> Ints:
     """Rows of each piece that lie before each chunk [S, P, n + 1], from the rows of pieces [S, P] and runs [S, Q]."""
-    place = np.arange(layout.chunks + 1)[None, :] - layout.first_chunk[runs, None]
+    inside: Ints = _edges(layout, run_rows, runs)[:, run - int(run[0])]
+    inside -= _exclusive_within(rows, run)[:, :, None]
+    np.maximum(inside, 0, out=inside)
+    return np.minimum(inside, rows[:, :, None], out=inside)
+
+
+def _edges(layout: Layout, run_rows: Ints, runs: slice | NDArray[np.intp]) -> Ints:
+    """Rows of each run that lie before each chunk [S, Q, n + 1]: chunk j takes the j-th part of its run."""
     count = layout.num_chunks[runs, None]
-    edges = run_rows[:, runs, None] * np.clip(place, 0, count) // np.maximum(count, 1)  # [S, Q, n + 1]
-    before = _exclusive_within(rows, run)
-    first = int(run[0])
-    inside: Ints = edges[:, run - first] - before[:, :, None]
-    return np.clip(inside, 0, rows[:, :, None], out=inside)
+    place = np.arange(layout.chunks + 1)[None, :] - layout.first_chunk[runs, None]
+    place = np.minimum(np.maximum(place, 0), count)
+    edges: Ints = run_rows[:, runs, None] * place // np.maximum(count, 1)
+    return edges
 
 
 def _experts_of_chunks(length: Ints, group: list[int], first: Ints) -> list[list[tuple[int, int, int]]]:

@@ -125,7 +125,7 @@ def test_the_tables_of_all_ranks_describe_one_exchange(case: tuple) -> None:
     counts = np.minimum(counts, 40)
     ranks, experts = counts.shape
     layout = lay_out(counts, plan_experts(counts, **options), chunk_rows=17, spill_slots=slots)
-    sends = [send_tables(counts, layout, r) for r in range(ranks)]
+    sends = [send_tables(layout, r) for r in range(ranks)]
     receives = [receive_tables(layout, r) for r in range(ranks)]
     routes = [np.repeat(np.arange(experts), counts[r]) for r in range(ranks)]  # expert of each route, in order
     left = [np.zeros(len(mine), int) for mine in routes]
@@ -162,7 +162,7 @@ def test_rows_of_each_choice_follow_from_the_own_counts(seed: int, choices: int)
     by_choice = np.stack([np.bincount(ids[:, c], minlength=6) for c in range(choices)], 1)
     counts = np.stack([by_choice.sum(1), rng.integers(0, 9, 6)])
     layout = lay_out(counts, plan_experts(counts, switch_ratio=1.0), chunk_rows=7)
-    sends = send_tables(counts, layout, 0)
+    sends = send_tables(layout, 0)
     choice = np.argsort(ids.T.reshape(-1), kind="stable") // 23
     for chunk, sizes in enumerate(choice_sizes(by_choice, layout, 0, sends)):
         picked = [choice[a : a + n] for a, n in sends.runs[chunk]]

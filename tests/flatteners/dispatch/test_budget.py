@@ -1,0 +1,78 @@
+"""Ledger entries and verdicts of the dispatch peak, from integers alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from steppe.core.errors import ConfigError
+from steppe.core.ledger import Ledger, Moment
+from steppe.core.policy import OFF
+from steppe.core.shapes import BatchShape, MachineShape, MeshShape, ModelShape, RunShape
+from steppe.core.units import GiB
+from steppe.flatteners.dispatch.budget import DispatchPolicy, cost, entries, layer_of, pays
+
+PAPER = ModelShape(
+    model_type="toy", hidden=7168, num_layers=8, vocab=200_000, num_heads=64, num_kv_heads=8, head_dim=128,
+    dense_width=18_432, num_experts=128, experts_per_token=8, expert_width=2048,
+)  # fmt: skip
+RUN = RunShape(PAPER, BatchShape(65_536), MeshShape(world=8, expert=8))
+DENSE = replace(PAPER, num_experts=0)
+
+
+def peak(run: RunShape, policy: object) -> int:
+    return Ledger.from_entries(entries(run, policy)).peaks["dispatch"]
+
+
+def test_the_flat_peak_depends_on_the_chunk_and_falls_with_it() -> None:
+    peaks = [peak(RUN, DispatchPolicy(micro_chunks=n)) for n in (5, 10, 20)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[1] < 0.3 * peak(RUN, OFF)
+    workspaces = [cost(layer_of(RUN), DispatchPolicy(micro_chunks=n)).workspace for n in (5, 10)]
+    assert 1.99 < workspaces[0] / workspaces[1] < 2.01
+
+
+def test_the_plain_program_holds_every_route() -> None:
+    rows = 65_536 * 8 * 7168 * 2
+    assert peak(RUN, OFF) > 6 * rows
+    doubled = replace(RUN, batch=BatchShape(131_072))
+    assert peak(doubled, OFF) == 2 * peak(RUN, OFF)
+
+
+def test_entries_name_their_owner_and_stand_in_forward_or_backward() -> None:
+    for policy in (OFF, DispatchPolicy()):
+        for entry in entries(RUN, policy):
+            assert entry.owner in ("dispatch", "gathered")
+            assert entry.during & {Moment.FORWARD, Moment.BACKWARD}
+
+
+def test_a_dense_model_has_no_dispatch() -> None:
+    assert entries(replace(RUN, model=DENSE), DispatchPolicy()) == ()
+    verdict = pays(replace(RUN, model=DENSE), MachineShape())
+    assert not verdict.on
+    assert "no experts" in verdict.why
+
+
+def test_verdicts_say_why_with_numbers() -> None:
+    on = pays(RUN, MachineShape(device_memory_bytes=141 * 10**9))
+    assert on.on
+    assert "E 128, k 8" in on.why
+    assert "GiB" in on.why
+    few = replace(RUN, model=replace(PAPER, num_experts=8, experts_per_token=1), batch=BatchShape(1024))
+    assert not pays(few, MachineShape()).on
+
+
+def test_a_chunk_of_bytes_below_one_token_is_refused_with_what_would_do() -> None:
+    with pytest.raises(ConfigError, match="one token a source"):
+        cost(layer_of(RUN), DispatchPolicy(chunk_bytes=1000))
+    assert cost(layer_of(RUN), DispatchPolicy()).workspace <= GiB
+
+
+def test_the_integer_half_loads_no_torch() -> None:
+    names = ("budget", "plan", "schedule", "profiles")
+    code = "; ".join(f"import steppe.flatteners.dispatch.{n}" for n in names)
+    check = f"import sys; {code}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
