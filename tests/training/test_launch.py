@@ -16,6 +16,7 @@ import tomli_w
 from steppe.core.errors import ConfigError
 from steppe.training.launch import train
 from steppe.training.ranks import Place
+from steppe.training.schedule import row_at
 from tests.training.toys import toy_tables
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ def _steppe(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_train_starts_two_ranks_writes_metrics_and_exports(tmp_path: Path) -> None:
     job = _steppe("train", _write(tmp_path), "--ranks", 2, "--export", tmp_path / "hf")
     _, said = job.communicate(timeout=120)
@@ -50,12 +52,12 @@ def test_train_starts_two_ranks_writes_metrics_and_exports(tmp_path: Path) -> No
 
 
 def test_a_failing_rank_ends_all_within_a_minute_with_its_own_message(tmp_path: Path) -> None:
-    lines = ["one two three " * n for n in (2, 1, 2, 90)]
     text = tmp_path / "docs.jsonl"
-    text.write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    data = {"path": str(text), "kind": "jsonl", "packing": "whole"}
+    text.write_text("\n".join(json.dumps({"text": "x" * length}) for length in (*[20] * 7, 90)))
+    data = {"path": str(text), "kind": "jsonl", "packing": "whole", "tokenizer_vocab": 257}  # a token a byte
+    seed = next(s for s in range(99) if 7 not in (row_at(0, 8, s), row_at(1, 8, s)))  # not in the first step
     started = time.monotonic()
-    job = _steppe("train", _write(tmp_path, data=data), "--ranks", 2)
+    job = _steppe("train", _write(tmp_path, data=data, train={"seed": seed}), "--ranks", 2)
     _, said = job.communicate(timeout=120)
     assert time.monotonic() - started < 60
     assert job.returncode == 2
@@ -63,6 +65,10 @@ def test_a_failing_rank_ends_all_within_a_minute_with_its_own_message(tmp_path: 
     assert last.startswith("steppe train: rank ")
     assert "N = 32, declared at launch" in last
     assert "Remedy" in last
+    assert "step 1/6" in said, "a run without a terminal shows lines"
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    wanted = {"step", "loss", "loss_hex", "grad_norm", "lr", "tokens", "step_ms", "peak_bytes"}
+    assert wanted <= records[0].keys()
 
 
 @pytest.mark.slow

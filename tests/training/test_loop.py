@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from steppe.core.errors import WorkingSetError
+from steppe.training import checkpoint
 from steppe.training.config import RunConfig
 from steppe.training.data import Batch
 from steppe.training.loop import Trainer
@@ -65,16 +66,18 @@ def test_gradients_are_those_of_one_dense_process(world: int, tmp_path: Path) ->
         toy_run(tmp_path / "plain", train={"micro_batches": 2, "batch": 2}),
         toy_run(tmp_path / "aux", "mixtral", train={"micro_batches": 3}),
         toy_run(tmp_path / "mla", "deepseek_v3", train={"checkpointing": False}),
+        toy_run(tmp_path / "tied"),
+        toy_run(tmp_path / "narrow", model={"dtype": "bfloat16"}, train={"dtype": "bfloat16"}),
     ]
-    shape = {**runs[1].model.shape, **aux}
-    runs[1] = runs[1].replace("model", shape=shape)
+    runs[1] = runs[1].replace("model", shape={**runs[1].model.shape, **aux})
+    runs[3] = runs[3].replace("model", shape={**runs[3].model.shape, "tie_word_embeddings": True})
     per_rank = run_ranks(plain_and_truth, world, runs)
     for i, run in enumerate(runs):
         weights, model_config, ours, _ = per_rank[0][i]
         batches = [batch for rank in per_rank for batch in rank[i][3]]
         num_valid = sum(b.num_valid for b in batches)
         coefficient = 0.02 if i == 1 else 0.0
-        plain_model = hf.build(model_config, dtype=torch.float32, seed=run.train.seed)
+        plain_model = hf.build(model_config, dtype=getattr(torch, run.model.dtype), seed=run.train.seed)
         plain_model.load_state_dict(weights)
         plain = _dense_gradients(plain_model, batches, num_valid, coefficient)
         truth = _dense_gradients(float64_model(model_config, weights), batches, num_valid, coefficient)
@@ -155,6 +158,22 @@ def test_whole_documents_fill_rows_up_to_n_and_a_longer_one_is_refused_when_its_
     (seen, said), *_ = run_ranks(whole_documents, 1, toy_run(tmp_path, data=data, output={"dir": str(tmp_path / "b")}))
     assert seen, "steps before the long document train"
     assert "N = 32" in said
+
+
+def mixed(rank: int, world: int, config: RunConfig) -> tuple[list[float], set[torch.dtype]]:
+    trainer = Trainer(config)
+    losses = [trainer.step().loss for _ in range(5)]
+    kept = {p.dtype for p in trainer.model.parameters()} | {v.dtype for v in checkpoint.state_of(trainer).values()}
+    return losses, kept
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(tmp_path: Path) -> None:
+    config = toy_run(tmp_path, train={"dtype": "bfloat16", "steps": 5, "warmup": 0})
+    narrow, kept = run_ranks(mixed, 2, config)[0]
+    wide, _ = run_ranks(mixed, 2, config.replace("train", dtype="float32"))[0]
+    assert kept == {torch.float32}
+    assert narrow != wide, "products were rounded to bfloat16"
+    assert narrow[-1] < narrow[0]
 
 
 def norms(rank: int, world: int, config: RunConfig) -> tuple[float, float, float]:
