@@ -41,7 +41,7 @@ def allocator_peak(
     should `fn` end them, must count. Tensors of before that are not named there never count, nor do the blocks of host
     arenas (runtime/arena.py), which only on this device come from the same allocator.
     """
-    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         return _caching_allocator_peak(fn, device)
     deaths = _Deaths()

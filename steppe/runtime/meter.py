@@ -220,7 +220,7 @@ class _CachingAllocator:
     """The accelerator's own count of a stretch, allocated and reserved; nothing on the CPU."""
 
     def __init__(self, device_type: str) -> None:
-        found = torch.accelerator.current_accelerator()
+        found = torch.accelerator.current_accelerator(check_available=True)
         self._device = found if found is not None and found.type == device_type else None
         self.peak_bytes = 0
         self.reserved_bytes: int | None = None

@@ -67,7 +67,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, device_type: str | None = None) -> None:
         super().__init__()
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device_type = device_type or (accelerator.type if accelerator is not None else "cpu")
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
