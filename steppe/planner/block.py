@@ -39,14 +39,19 @@ def query_width(shape: RunShape) -> int:
 
 
 def key_width(shape: RunShape) -> int:
-    """Width of the keys after they are repeated to at least one head a sequence rank."""
-    heads = max(shape.model.num_kv_heads, shape.mesh.sequence)
-    return heads * shape.model.head_dim // shape.mesh.tensor
+    """Width of the keys as attention takes them."""
+    return _kv_heads(shape) * shape.model.head_dim // shape.mesh.tensor
 
 
 def value_width(shape: RunShape) -> int:
-    heads = shape.model.num_heads if shape.model.kv_lora_rank else max(shape.model.num_kv_heads, shape.mesh.sequence)
-    return heads * (shape.model.value_head_dim or shape.model.head_dim) // shape.mesh.tensor
+    return _kv_heads(shape) * (shape.model.value_head_dim or shape.model.head_dim) // shape.mesh.tensor
+
+
+def _kv_heads(shape: RunShape) -> int:
+    """Keys and values are repeated to at least one head a sequence rank, and to all heads without a fused kernel."""
+    if shape.model.kv_lora_rank or scores_are_materialised(shape):
+        return shape.model.num_heads
+    return max(shape.model.num_kv_heads, shape.mesh.sequence)
 
 
 def scores_are_materialised(shape: RunShape) -> bool:
@@ -69,8 +74,8 @@ def _attention(shape: RunShape) -> Iterator[Entry]:
     projected = tokens * itemsize * (queries + keys + values + output)
     yield Entry("attention", "queries, keys, values, output", projected, BLOCK_BACKWARD)
     yield Entry("attention", "projections before them", _projections(shape), BLOCK_BACKWARD)
-    gradients = tokens * itemsize * (queries + keys + values + output)
-    yield Entry("attention", "their gradients", gradients, ATTENTION_BACKWARD)
+    gradients = 0 if scores_are_materialised(shape) else queries + keys + output
+    yield Entry("attention", "their gradients", tokens * itemsize * (gradients + values), ATTENTION_BACKWARD)
     if shape.mesh.sequence > 1:
         yield Entry("attention", "output in its own layout", tokens * itemsize * output, BLOCK_BACKWARD)
         buffers = 2 * tokens * itemsize * queries
@@ -108,6 +113,9 @@ def _scores(shape: RunShape) -> Iterator[Entry]:
     yield Entry("attention", "scores' gradients", extra, ATTENTION_BACKWARD)
     during = frozenset({Moment.FORWARD, Moment.EVALUATE})
     yield Entry("attention", "scores and their copies", forward * one, during)
+    kinds = 2 if shape.model.sliding_window else 1
+    mask = shape.batch.batch * shape.batch.seq_len**2 * shape.dtypes.activation_bytes
+    yield Entry("attention", "masks", kinds * mask, _RUNS)
 
 
 def _hidden(shape: RunShape) -> Iterator[Entry]:
@@ -116,7 +124,7 @@ def _hidden(shape: RunShape) -> Iterator[Entry]:
     first = norm_saved_bytes(elements, itemsize, input_is_kept_elsewhere=True)
     second = norm_saved_bytes(elements, itemsize, input_is_kept_elsewhere=False)
     yield Entry("attention", "norm before attention", first, BLOCK_BACKWARD)
-    yield Entry("other", "norm before the MLP", second, BLOCK_BACKWARD)
+    yield Entry("other", "norm before the MLP", second, MLP_BACKWARD)
     yield Entry("other", "final norm", second, frozenset({Moment.LOSS}))
     yield Entry("other", "gradients of the hidden state", 2 * elements * itemsize, BLOCK_BACKWARD)
     forward = frozenset({Moment.FORWARD, Moment.EVALUATE})
@@ -132,7 +140,7 @@ def _router(shape: RunShape) -> Iterator[Entry]:
     model, tokens = shape.model, shape.tokens_per_rank
     if model.num_moe_layers:
         chosen = tokens * model.experts_per_token * (8 + 4)
-        yield Entry("router", "probabilities and choices", 4 * tokens * model.num_experts + chosen, BLOCK_BACKWARD)
+        yield Entry("router", "probabilities and choices", 4 * tokens * model.num_experts + chosen, MLP_BACKWARD)
 
 
 def router_loss_entries(shape: RunShape) -> Iterator[Entry]:
