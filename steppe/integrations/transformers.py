@@ -227,8 +227,8 @@ def _document_masks(model: Any, input_ids: torch.Tensor, position_ids: torch.Ten
 
     shape = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
     make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    given = {"config": config, "inputs_embeds": shape, "attention_mask": None, "cache": None}
-    return {kind: fn(**given, position_ids=position_ids) for kind, fn in make.items()}
+    # By place: the fourth is `past_key_values` in older versions and `cache` in newer ones.
+    return {kind: fn(config, shape, None, None, position_ids=position_ids) for kind, fn in make.items()}
 
 
 def _recompute_labels() -> tuple[Any, Any]:
