@@ -84,3 +84,13 @@ def test_the_environment_is_read_in_the_command_line_only() -> None:
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == steppe.__version__
+
+
+def test_an_accelerator_counts_only_when_it_is_there() -> None:
+    """A CUDA build of torch on a machine without a GPU names "cuda" unless it is asked to look."""
+    careless = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "steppe").rglob("*.py"))
+        if "current_accelerator()" in path.read_text()
+    ]
+    assert not careless, careless
