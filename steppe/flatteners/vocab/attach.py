@@ -73,12 +73,12 @@ class RingDTPLoss:
         return {p for p in (self._head.weight, self._head.bias) if p is not None}
 
     def __call__(
-        self, hidden: Tensor, labels: Tensor | None, vocab_size: int | None = None, *,
+        self, logits: Tensor, labels: Tensor | None, vocab_size: int | None = None, *,
         num_items_in_batch: float | Tensor | None = None, ignore_index: int = -100,
         shift_labels: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """The model's `loss_function`: hidden states [B,S,H] instead of logits. Labels are shifted here, unless they
-        come shifted."""
+        """The model's `loss_function`: hidden states [B,S,H] come as `logits`, the name that transformers calls it by.
+        Labels are shifted here, unless they come shifted."""
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -86,7 +86,7 @@ class RingDTPLoss:
             num_items_in_batch = self._count(shift_labels != ignore_index)
         bias = None if self._head.bias is None else self._local(self._head.bias)
         return ring_dtp_loss(
-            hidden, self._local(self._head.weight), shift_labels, group=self._group, bias=bias,
+            logits, self._local(self._head.weight), shift_labels, group=self._group, bias=bias,
             num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, vocab_size=self._vocab,
             policy=self._policy, stats=self._stats,
         )  # fmt: skip

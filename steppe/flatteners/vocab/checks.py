@@ -40,6 +40,10 @@ def check_tensors(
                 name, got=tuple(vector.shape), allowed=f"{tuple(weight.shape[:1])}, this rank's shard like the weight",
                 remedy=f"shard {name} as the weight is sharded",
             )  # fmt: skip
+    if (weights := vectors.get("class_weight")) is not None and weights.requires_grad:
+        raise ShapeError(
+            "class_weight", got="requires_grad=True", allowed="a constant, as in torch", remedy="detach it"
+        )
     if labels is not None:
         _check_labels(labels, hidden)
     devices = {str(t.device) for t in (hidden, weight, labels, *vectors.values()) if t is not None}

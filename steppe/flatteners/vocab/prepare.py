@@ -28,6 +28,7 @@ from steppe.flatteners.vocab.travel import Wire
 from steppe.runtime.collectives import Group
 
 Tensor = torch.Tensor
+LARGEST_INDEX = 2**24  # the column of the maximum is kept as a float32 among the other statistics
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,11 @@ def prepare(request: Request, given: Given, group: Group, stats: RingStats) -> t
     )  # fmt: skip
     head = _head(request, given, agreed)
     check_labels(agreed, head.vocab, request.ignore_index)
+    if "num_correct" in request.want and head.vocab > LARGEST_INDEX:
+        raise ConfigError(
+            "num_correct", got=f"V {head.vocab:,}", allowed=f"V up to {LARGEST_INDEX:,}, the integers of float32",
+            remedy="leave num_correct out",
+        )  # fmt: skip
     limits = request.policy.limits(agreed.budget_bytes, scratch_bytes)
     schedule, sizes = choose(request.policy.schedule, head, limits, rates)
     objective = request.objective(head.vocab, weighted=given.class_weight is not None)

@@ -11,7 +11,7 @@ from torch import nn
 from steppe.flatteners.vocab.attach import RingDTPLoss
 from steppe.flatteners.vocab.budget import VocabPolicy
 from tests.support.exactness import assert_bitwise, assert_reordered
-from tests.support.float64 import float64_model, toy_config, toy_model
+from tests.support.float64 import FAMILIES, float64_model, toy_config, toy_model
 from tests.support.ranks import run_ranks
 
 FAMILY = "qwen3_moe"
@@ -89,6 +89,20 @@ def check_layouts(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_gradients_of_all_parameters_equal_the_plain_models(world_size: int) -> None:
     run_ranks(check_layouts, world_size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_calls_the_loss_and_gets_the_plain_models(family: str) -> None:
+    ids, labels = _batch(1)
+    plain, ours = toy_model(family), toy_model(family)
+    RingDTPLoss(ours)
+    results = []
+    for model in (plain, ours):
+        output = model(input_ids=ids, labels=labels)
+        output.loss.backward()
+        results.append((output.loss, model.get_output_embeddings().weight.grad))
+    for near, mine in zip(*results, strict=True):
+        assert_reordered(mine, near, near.double(), length=256, what=family)
 
 
 def check_evaluation(rank: int, world_size: int) -> None:

@@ -152,6 +152,23 @@ def test_the_loss_of_narrow_inputs_is_as_good_as_the_float32_programs(dtype: tor
     assert_reordered(loss, wide, truth, length=1000)
 
 
+@pytest.mark.parametrize("schedule", ["local", "weights", "activations"])
+def test_narrow_hidden_states_meet_a_wide_weight(schedule: str) -> None:
+    """As under FSDP2's mixed precision, which leaves an ignored head in float32."""
+    made = make(Spec(rows=(50,), shards=(300,), width=32, dtype="bfloat16", ignored=0.2))
+    leaves = made.hidden.requires_grad_(), made.weight.float().requires_grad_()
+    policy = VocabPolicy(schedule, tile_tokens=16, tile_vocab=70)
+    loss = ring_dtp_loss(*leaves, made.labels, policy=policy)
+    plain = plain_loss(leaves[0].float(), leaves[1], made.labels)["loss"]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    truth = plain_loss(*wide, made.labels)["loss"]
+    results = [
+        (value, *torch.autograd.grad(value, ins)) for value, ins in ((loss, leaves), (plain, leaves), (truth, wide))
+    ]
+    for mine, near, true in zip(*results, strict=True):
+        assert_reordered(mine, near, true, length=300)
+
+
 def test_log_probabilities_are_never_positive() -> None:
     for tile_vocab in (8, 16):
         for vocab in (4 * tile_vocab - 1, 4 * tile_vocab, 4 * tile_vocab + 1):

@@ -78,6 +78,11 @@ def test_other_arguments_are_refused() -> None:
         ring_dtp_loss(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(4))
     with pytest.raises(ShapeError, match="class_weight"):
         ring_dtp_loss(HIDDEN, WEIGHT, LABELS, class_weight=torch.zeros(4))
+    with pytest.raises(ShapeError, match="detach"):
+        ring_dtp_loss(HIDDEN, WEIGHT, LABELS, class_weight=torch.ones(5, requires_grad=True))
+    many = torch.zeros(2**24 + 1, 1)
+    with pytest.raises(ConfigError, match="num_correct"):
+        ring_dtp(torch.ones(1, 1), many, LABELS[:1], want=("num_correct",))
     with pytest.raises(ConfigError, match="k: got 6"):
         ring_topk(HIDDEN, WEIGHT, 6)
     with pytest.raises(ShapeError, match="values"):
