@@ -81,7 +81,8 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
         torch.distributed.checkpoint asks for it before it saves or loads, and would otherwise run a step of zeros.
         """
-        self.materialize()
+        if any(p.requires_grad and p not in self._rows for p in self._parameters()):
+            self.materialize()
         found: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         found.update({p: self._rows[p].entry for p in self._parameters() if p in self._rows})
         return found
@@ -98,7 +99,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     def materialize(self) -> None:
         """Allocate and first touch the state of every trainable parameter that has none. Masters are taken here."""
-        self._adopt_swapped()
+        self._follow()
         self._open([p for p in self._parameters() if p.requires_grad])
 
     @torch.no_grad()
@@ -143,15 +144,8 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             if old is not new and old in self._rows and new not in self._rows
         ]
         for old, new in moved:
-            here, there = sharded.local(new), self._rows[old]
-            if here.numel() != there.num_elements or here.dtype != there.own.dtype:
-                raise ShapeError("a parameter that replaces another one", got=f"{tuple(here.shape)} {here.dtype}",
-                                 allowed=f"{tuple(there.own.shape)} {there.own.dtype}",
-                                 remedy="shard or convert the model before the optimizer's first step")  # fmt: skip
-        for old, new in moved:
-            row = self._rows.pop(old)
-            row.adopt(new)
-            self._rows[new] = row
+            self._rows[old].replace(new)
+            self._rows[new] = self._rows.pop(old)
         if moved and self._engine is not None and self.policy.overlap_backward:
             self._engine.arrivals.watch(self._parameters(), self._row_of)
         self._places = places
@@ -189,7 +183,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
                               "Load a saved state to go on")  # fmt: skip
         settings = [_settings(group) for group in self.param_groups]
         self._check_gradients()
-        self._adopt_swapped()
+        self._follow()
         self._open([p for p in self._parameters() if p.requires_grad or p.grad is not None])
         if self._engine is None:  # nothing to train on this rank, but the norm is everybody's
             self.grad_norm = self._norm([])
@@ -203,6 +197,16 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             self.num_steps += 1
         for row, _, _ in found:
             row.arrivals, row.squares = 0, None
+
+    def _follow(self) -> None:
+        """State follows objects that were swapped and memory that was laid out anew; another device is refused."""
+        device = one_device(list(self._parameters()))
+        if self._engine is not None and device != self._engine.device:
+            raise ShapeError("device of the parameters", got=device, allowed=f"{self._engine.device}, as before",
+                             remedy="move the model before the optimizer's first step")  # fmt: skip
+        self._adopt_swapped()
+        for parameter, row in self._rows.items():
+            row.replace(parameter)
 
     def _check_gradients(self) -> None:
         for parameter in self._parameters():
@@ -286,7 +290,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         """
         if self._engine is None:
             return _without_state(self)
-        self._adopt_swapped()
+        self._follow()
         with torch.no_grad():
             self._engine.arrivals.land()
             self._engine.reconcile()
@@ -303,7 +307,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         saved_groups, saved = deepcopy(list(state_dict["param_groups"])), state_dict["state"]
-        self._adopt_swapped()
+        self._follow()
         groups = state.checked_groups(self.param_groups, saved_groups)
         for group in groups:
             _settings(group)

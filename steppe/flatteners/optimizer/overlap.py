@@ -74,6 +74,7 @@ class Arrivals:
     @torch.no_grad()
     def take(self, parameter: torch.Tensor, row: Row) -> None:
         """Send a parameter's gradient to its host sum and drop it from the device."""
+        row.replace(parameter)  # its memory may have been laid out anew
         gradient = sharded.local_as(parameter.grad, parameter)
         check_gradient(gradient, row.own)
         flat = flat_like(gradient, row.own)
@@ -91,8 +92,9 @@ class Arrivals:
         """Wait until all that left has been added; raises a lane's failure."""
         while self._leaving:
             self._admit_oldest()
-        for lane in self.lines.updates[:1]:
-            lane.drain()
+        for lane in (self.lines.to_host, *self.lines.updates[:1]):
+            if lane is not None:
+                lane.drain()
 
     def measure(self, row: Row) -> None:
         """Sum the squares of a host sum, blocks shared out to the crew."""

@@ -37,15 +37,37 @@ class Row:
         self.adopt(parameter)
 
     def adopt(self, parameter: torch.Tensor) -> None:
-        """Keep the state of another object for the same parameter from now on."""
+        """Keep the state of this object from now on (at first, or in another one's place)."""
         self.parameter = parameter
         self._seen: tuple[int, int, int] | None = None
-        self.entry = {name: self.shaped(getattr(self, name)) for name in STATE}
-        self.entry = {"step": self.step, **{name: self.entry[name] for name in ("exp_avg", "exp_avg_sq", "master")}}
+        self._strides = self.own.stride()
+        self.entry = {"step": self.step, **{name: self.shaped(getattr(self, name)) for name in reversed(STATE)}}
+
+    @torch.no_grad()
+    def replace(self, parameter: torch.Tensor) -> None:
+        """Go on with this object, whose elements may be laid out otherwise in memory.
+
+        Raises: ShapeError when it isn't the same parameter, with nothing changed.
+        """
+        old, new = self.parameter, sharded.local(parameter)
+        if new.shape != self.shape:
+            raise ShapeError("shape of a parameter that has state", got=tuple(new.shape), allowed=tuple(self.shape),
+                             remedy="shard or resize the model before the optimizer's first step")  # fmt: skip
+        if new.stride() != self._strides:
+            flats = [flat for flat in (self.master, self.exp_avg, self.exp_avg_sq, self.gradient) if flat is not None]
+            values = [_view(flat, self.shape, self._strides).clone() for flat in flats]
+            for flat, value in zip(flats, values):
+                _view(flat, new.shape, new.stride()).copy_(value)
+        if parameter is not old or new.stride() != self._strides:
+            self.adopt(parameter)
 
     @property
     def own(self) -> torch.Tensor:
         return sharded.local(self.parameter)
+
+    @property
+    def shape(self) -> torch.Size:
+        return sharded.local(self.entry["master"]).shape
 
     @property
     def num_elements(self) -> int:
@@ -53,10 +75,7 @@ class Row:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """A slab's part in the parameter's shape, strides and sharding."""
-        own = self.own
-        if is_dense(own):
-            return sharded.with_local(self.parameter, flat.as_strided(own.shape, own.stride(), flat.storage_offset()))
-        return sharded.with_local(self.parameter, flat.view(own.shape))
+        return sharded.with_local(self.parameter, _view(flat, self.own.shape, self.own.stride()))
 
     def unchanged(self) -> bool:
         return self._seen == self._identity()
@@ -92,6 +111,10 @@ def open_rows(parameters: Sequence[torch.Tensor], arena: Arena, *, gradients: bo
     Peak: 12 bytes an element (16 with gradients), each tensor rounded up to whole cache lines.
     Raises: HostMemoryError before anything is allocated.
     """
+    for parameter in parameters:
+        if sharded.local(parameter).is_meta:
+            raise ShapeError("device of a parameter", got="meta", allowed="a device with memory",
+                             remedy="give the model its weights before the first step")  # fmt: skip
     count = 3 + gradients
     lengths = [aligned(sharded.local(p).numel()) for p in parameters]
     total = sum(lengths)
@@ -107,10 +130,22 @@ def open_rows(parameters: Sequence[torch.Tensor], arena: Arena, *, gradients: bo
     return rows
 
 
+def _view(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A slab's part as a parameter of this shape and layout (Note [order])."""
+    dense = _fills(shape, strides)
+    return flat.as_strided(shape, strides, flat.storage_offset()) if dense else flat.view(tuple(shape))
+
+
+# Note [order]. State has the order of the parameter's own memory where that is one stretch (also if transposed), so
+# that buckets are flat copies; a parameter with gaps has its state in row-major order and is written through a copy.
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor fills one stretch of memory in some order of its dimensions."""
+    return _fills(tensor.shape, tensor.stride())
+
+
+def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
     expected = 1
-    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape) if n > 1):
         if stride != expected:
             return False
         expected *= length

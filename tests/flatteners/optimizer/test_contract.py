@@ -203,11 +203,62 @@ def test_state_follows_parameters_whose_objects_are_swapped(when: int, overlap: 
         assert int(optimizer.state[mine]["step"]) == 4
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_state_follows_memory_that_is_laid_out_anew(overlap: bool, swap: bool) -> None:
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = OffloadStreamAdamW(ours, lr=1e-2, overlap_backward=overlap)
+    plain = OffloadStreamAdamW(theirs, lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            for index, parameter in enumerate(ours):
+                other_way = parameter.detach().t().contiguous().t() if parameter.ndim == 2 else parameter.detach()
+                if index % 2:
+                    other_way = parameter.detach().contiguous()
+                if swap:
+                    optimizer.param_groups[0]["params"][index] = ours[index] = nn.Parameter(other_way.clone())
+                else:
+                    parameter.data = other_way
+        for held, each in ((ours, optimizer), (theirs, plain)):
+            give(held, step)
+            each.step()
+    for mine, other in zip(ours, theirs):
+        assert_bitwise(mine, other.detach())
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            assert_bitwise(optimizer.state[mine][key], plain.state[other][key], key)
+
+
 def test_a_swap_to_another_shape_after_the_first_step_is_refused() -> None:
     _, optimizer = train(torch.float32, 1)
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ShapeError, match="before the optimizer's first step"):
         optimizer.step()
+
+
+def test_a_parameter_that_left_its_device_is_refused_and_weights_on_meta_have_no_masters() -> None:
+    held, optimizer = train(torch.float32, 1)
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in held]
+    with pytest.raises(ShapeError, match="move the model before"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = held
+    give(held, 1)
+    optimizer.step()
+    assert_same((held, optimizer), train(torch.float32, 2))
+    hollow = OffloadStreamAdamW([nn.Parameter(torch.empty(3, device="meta"))])
+    with pytest.raises(ShapeError, match="meta"):
+        hollow.materialize()
+
+
+def test_a_converted_model_goes_on_from_its_masters() -> None:
+    held, optimizer = train(torch.float32, 1)
+    master = optimizer.state[held[0]]["master"].clone()
+    for parameter in held:
+        parameter.data = parameter.data.bfloat16()
+    optimizer.param_groups[0]["lr"] = 0.0
+    give(held, 1)
+    optimizer.step()
+    assert held[0].dtype == torch.bfloat16
+    assert_bitwise(optimizer.state[held[0]]["master"], master, "rounded weights are still their masters rounded")
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

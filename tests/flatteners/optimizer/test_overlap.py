@@ -234,6 +234,17 @@ def _everything(model: nn.Module, optimizer: OffloadStreamAdamW) -> Iterator[tor
         yield from (optimizer.state[parameter][key] for key in ("step", "master", "exp_avg", "exp_avg_sq"))
 
 
+def test_a_state_loaded_between_backward_and_step_keeps_the_gradients_that_left() -> None:
+    model, twin = _model(), _model()
+    optimizer = _run(model, steps=1, overlap_backward=True, wiring=hazardous(2))
+    plain = _run(twin, steps=1)
+    for each, steps in ((model, optimizer), (twin, plain)):
+        _backward(each, _batches(1)[0])
+        steps.load_state_dict(steps.state_dict())
+        steps.step()
+    _assert_same(model, twin)
+
+
 def test_a_failing_backward_leaves_an_optimizer_that_goes_on() -> None:
     model, twin = _model(), _model()
     optimizer = OffloadStreamAdamW(model.parameters(), lr=1e-2, overlap_backward=True)
