@@ -160,7 +160,8 @@ class Engine:
         elements = sum(row.num_elements for row in self.rows.values())
         return {
             "kernel": self.kernel.name, "device": str(self.device), "update": self.policy.update,
-            "streams": self.streams, "threads": sum(map(len, self.crews)), "cpus": tuple(cpu for crew in self.crews for cpu in crew.cpus),
+            "streams": self.streams, "threads": sum(map(len, self.crews)),
+            "cpus": tuple(cpu for crew in self.crews for cpu in crew.cpus),
             "num_elements": elements, "host_state_bytes": self.state_arena.reserved_bytes,
             "host_ring_bytes": self.rings.reserved_bytes, "refreshed_elements": self.refreshed,
             "step_seconds": self.step_seconds, "update_seconds": self.update_seconds,
