@@ -108,7 +108,8 @@ def one_rank_rows(tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
         policy = DispatchPolicy(micro_chunks=16)
         session = Session(policy)
         programs: dict[str, Program] = {
-            "flat": ours(session), "saved": plain_experts, "checkpointed": functools.partial(checkpointed, plain_experts),
+            "flat": ours(session), "saved": plain_experts,
+            "checkpointed": functools.partial(checkpointed, plain_experts),
         }  # fmt: skip
         timed = interleaved({name: functools.partial(layer.step, run) for name, run in programs.items()}, rounds=rounds)
         session.pool.close()
@@ -141,9 +142,7 @@ def ranks_row(profile: str, ranks: int, tokens: int, rounds: int) -> dict[str, A
 
 def on_rank(rank: int, world_size: int, profile: str, tokens: int, rounds: int) -> dict[str, Any]:
     group = collectives.world()
-    layer = Layer(
-        profile, tokens=tokens, hidden=512, width=256, experts=32, choices=4, natives=32 // world_size
-    )
+    layer = Layer(profile, tokens=tokens, hidden=512, width=256, experts=32, choices=4, natives=32 // world_size)
     plain = functools.partial(plain_expert_parallel, group=group)
     programs: dict[str, Program] = {
         "flat": ours(Session(DispatchPolicy(micro_chunks=8), group)),

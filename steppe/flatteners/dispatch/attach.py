@@ -102,15 +102,18 @@ class Attached:
             session.telemetry.counting = module.training
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             ids, weights = _routes(routes, named)
-            return pipelined_llep(rows, ids, weights, read(_local), session=session).view(hidden_states.shape)
+            out = pipelined_llep(rows, ids, weights, read(_local), session=session)
+            return out if out.shape == hidden_states.shape else out.view(hidden_states.shape)
 
         self._undo.append(shared.replace_forward(module, forward))
 
 
-def attach(model: nn.Module, policy: DispatchPolicy, mesh: Any = None, *, pool: WorkspacePool | None = None) -> Attached:
+def attach(
+    model: nn.Module, policy: DispatchPolicy, mesh: Any = None, *, pool: WorkspacePool | None = None
+) -> Attached:
     """Run every expert module of `model` through PipelinedLLEP; shared experts run before the routed ones.
 
-    `mesh`: a DeviceMesh with an axis named "ep" (or a one-axis mesh without names) shards the experts over it, Shard(0);
+    `mesh`: a DeviceMesh with an axis named "ep" (or one axis without a name) shards the experts over it, Shard(0);
     call `shard_complement` for FSDP2 over the other axis. Without such an axis the experts stay where they are.
 
     Raises: ConfigError for a model whose experts are not recognised, or E not a multiple of E_p.
@@ -143,7 +146,7 @@ def conflicts(*live: Any) -> tuple[Conflict, ...]:
                 found.append(
                     Conflict(
                         f"{name} is expert-parallel by transformers",
-                        "load with ep_implementation='pipelined_llep' (dispatch.registry), or without expert parallelism",
+                        "load with ep_implementation='pipelined_llep' (dispatch/registry.py), or without ep_size",
                     )
                 )
             if name.endswith("experts") and hasattr(module, "base_layer"):
@@ -192,5 +195,3 @@ def _local(tensor: Any) -> torch.Tensor:
     """This rank's part, tied to autograd."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
-
-

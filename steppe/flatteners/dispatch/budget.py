@@ -7,7 +7,7 @@ against `Cost.peak_bytes` from both sides.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from steppe.core.errors import ConfigError
@@ -49,7 +49,9 @@ class DispatchPolicy:
     def __post_init__(self) -> None:
         caps = {name: getattr(self, name) for name in ("chunk_tokens", "micro_chunks", "chunk_bytes")}
         given = {name: value for name, value in caps.items() if value is not None}
-        _require(len(given) <= 1, "chunk size", given, "one of chunk_tokens, micro_chunks, chunk_bytes", "drop the others")
+        _require(
+            len(given) <= 1, "chunk size", given, "one of chunk_tokens, micro_chunks, chunk_bytes", "drop the others"
+        )
         _require(all(v >= 1 for v in given.values()), "chunk size", given, "a positive integer", "raise it")
         _require(self.max_load >= 1, "max_load", self.max_load, "1.0 or more", "1.1 halves the transfers of 1.0")
         _require(self.switch_ratio >= 1, "switch_ratio", self.switch_ratio, "1.0 or more", "use 1.3")
@@ -120,7 +122,9 @@ def row_buffers(layer: LayerShape) -> tuple[tuple[str, int], ...]:
     math_buffers = (("h", 2 * inner), ("a", inner), ("da", inner), ("dw", number))
     if layer.num_ranks > 1:
         wire = tuple((f"{side}_{name}", width) for side in ("sent", "came") for name, width in rows)
-        back = tuple((f"{side}_{name}", width) for side in ("back", "home") for name, width in (("x", wide), ("w", number)))
+        back = tuple(
+            (f"{side}_{name}", width) for side in ("back", "home") for name, width in (("x", wide), ("w", number))
+        )
         return (*rows, *math_buffers, *wire, *back)
     second = tuple((f"{name}2", width) for name, width in (*rows, ("dw", number))) if layer.overlap else ()
     return (*rows, *math_buffers, *second)
@@ -143,7 +147,8 @@ class Cost:
 
     @property
     def peak_bytes(self) -> int:
-        return sum(vars(self).values()) - min(self.tile, self.rounded)
+        total: int = sum(asdict(self).values())
+        return total - min(self.tile, self.rounded)
 
 
 def cost(layer: LayerShape, policy: DispatchPolicy) -> Cost:
@@ -260,7 +265,9 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
     share = plain / machine.device_memory_bytes
     numbers = f"plain {format_bytes(plain)} a layer when balanced, {share:.0%} of the device; flat {format_bytes(ours)}"
     if model.num_experts < 64 or model.experts_per_token < 2:
-        few = f"E {model.num_experts}, k {model.experts_per_token}: below E 64, k 2 the routed rows stay small; {numbers}"
+        few = (
+            f"E {model.num_experts}, k {model.experts_per_token}: below E 64, k 2 the routed rows stay small; {numbers}"
+        )
         return Verdict(plain > ours and share > 0.2, few)
     if ours >= plain:
         return Verdict(False, f"the workspace is no smaller than the routed rows it replaces: {numbers}")

@@ -59,7 +59,7 @@ def pipelined_llep(
         handle = Tap.apply(call, tokens, route_weights, expert_ids, *experts.tensors)
         with torch.no_grad(), scopes.label("dispatch"):
             out = call.forward(tokens, expert_ids, route_weights, experts.form().stack(*experts.tensors))
-        return Exchange.apply(handle, out)  # type: ignore[no-any-return]
+        return Exchange.apply(handle, [out])  # type: ignore[no-any-return]
 
 
 class PipelinedLLEP(torch.nn.Module):
@@ -205,11 +205,14 @@ class Tap(torch.autograd.Function):
 
 
 class Exchange(torch.autograd.Function):
-    """Joins Tap's handle and the result; saves nothing."""
+    """Joins Tap's handle and the result; saves nothing.
+
+    The result comes boxed: an input that is returned would be a view, and FSDP2 warns of writing to those.
+    """
 
     @staticmethod
-    def forward(ctx: Any, handle: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out
+    def forward(ctx: Any, handle: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+        return box.pop()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

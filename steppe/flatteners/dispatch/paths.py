@@ -199,7 +199,9 @@ class WirePath:
         if rows.endswith("x") or rows.endswith("g"):
             counters["wire_rows"] += sum(sent)
         counters["wire_bytes"] += sum(sent) * buffer[:1].numel() * buffer.element_size()
-        return collectives.all_to_all(self.workspace[into], buffer, came, sent, self.session.group, f"{self.what}, {what}")
+        return collectives.all_to_all(
+            self.workspace[into], buffer, came, sent, self.session.group, f"{self.what}, {what}"
+        )
 
     def _wait(self, posts: list[collectives.Pending]) -> None:
         self.session.pool.pause()

@@ -32,9 +32,7 @@ def forced_routes(profile: str, *, num_tokens: int, num_experts: int, num_choice
     return np.where(hot, choice % num_hot, num_hot + (token + choice) % (num_experts - num_hot))
 
 
-def forced_counts(
-    profile: str, *, num_ranks: int, num_tokens: int, num_experts: int, num_choices: int
-) -> Ints:
+def forced_counts(profile: str, *, num_ranks: int, num_tokens: int, num_experts: int, num_choices: int) -> Ints:
     """Counts [E_p, E] when every rank's `num_tokens` tokens follow the profile."""
     ids = forced_routes(profile, num_tokens=num_tokens, num_experts=num_experts, num_choices=num_choices)
     return np.tile(np.bincount(ids.reshape(-1), minlength=num_experts).astype(np.int64), (num_ranks, 1))

@@ -29,7 +29,11 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
             remedy="stack the experts, or call steppe.pipelined_llep with ExpertWeights",
         )  # fmt: skip
     for name, module in found.items():
-        odd = [flag for flag, wrong in (("has_gate", False), ("has_post_expert_norm", True)) if getattr(module, flag, not wrong) == wrong]
+        odd = [
+            flag
+            for flag, wrong in (("has_gate", False), ("has_post_expert_norm", True))
+            if getattr(module, flag, not wrong) == wrong
+        ]
         if odd:
             raise ConfigError(
                 f"experts {name}", got=f"{odd[0]} = {getattr(module, odd[0])}", allowed="gated experts, no norm behind",
@@ -48,7 +52,10 @@ def reader(module: nn.Module) -> Callable[[Callable[[Any], torch.Tensor]], Exper
     activation = _activation(module)
     names = [name for name in _TENSORS if isinstance(getattr(module, name, None), torch.Tensor)]
     keywords = dict(zip(_TENSORS, ("gate_up", "down", "gate_up_bias", "down_bias")))
-    flags = {"transposed": getattr(module, "is_transposed", False), "interleaved": not getattr(module, "is_concatenated", True)}
+    flags = {
+        "transposed": getattr(module, "is_transposed", False),
+        "interleaved": not getattr(module, "is_concatenated", True),
+    }
 
     def read(local: Callable[[Any], torch.Tensor]) -> ExpertWeights:
         tensors = {keywords[name]: local(getattr(module, name)) for name in names}

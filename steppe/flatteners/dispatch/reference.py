@@ -7,6 +7,7 @@ ranks (one all-to-all, grouped GEMMs, everything saved); both under torch's chec
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,10 +136,12 @@ def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tr
     if rows.dtype != torch.float64 and weight.shape[1] * rows.element_size() % 16 == 0:
         return F.grouped_mm(rows, weight, offs=ends)
     starts = [0, *ends.tolist()]
-    return torch.cat([rows[a:b] @ weight[e] for e, (a, b) in enumerate(zip(starts, starts[1:]))])
+    return torch.cat([rows[a:b] @ weight[e] for e, (a, b) in enumerate(pairwise(starts))])
 
 
-def _combine(home: torch.Tensor, order: torch.Tensor, route_weights: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _combine(
+    home: torch.Tensor, order: torch.Tensor, route_weights: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
     by_route = torch.empty_like(home).index_copy(0, order, home)
     by_route = by_route.view(*route_weights.shape, tokens.shape[1])
     return (by_route * route_weights[..., None]).sum(1).to(tokens.dtype)

@@ -28,7 +28,9 @@ NAME = "pipelined_llep"
 Reader = Callable[[Callable[[Any], torch.Tensor]], ExpertWeights]
 
 
-def register(policy: DispatchPolicy | None = None, *, name: str = NAME, pool: WorkspacePool | None = None) -> WorkspacePool:
+def register(
+    policy: DispatchPolicy | None = None, *, name: str = NAME, pool: WorkspacePool | None = None
+) -> WorkspacePool:
     """Register under `name`; all layers that use it share the policy and one pool of workspaces, which is returned."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -70,7 +72,9 @@ def _register_expert_parallel(name: str, policy: DispatchPolicy, pool: Workspace
         ) -> torch.Tensor:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             experts = self.read(_as_it_is)
-            return pipelined_llep(rows, top_k_index, top_k_weights, experts, session=self.session).view_as(hidden_states)
+            return pipelined_llep(rows, top_k_index, top_k_weights, experts, session=self.session).view_as(
+                hidden_states
+            )
 
     EPImplementationInterface.register(name, PipelinedEP)
 

@@ -141,7 +141,9 @@ def fingerprint(expert_ids: torch.Tensor) -> torch.Tensor:
 def _count(expert_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[E, k] int32: routes of each (expert, choice); ids out of range are clamped here and refused in `_check`."""
     num_choices = expert_ids.shape[1]
-    key = expert_ids.clamp(0, num_experts - 1).mul_(num_choices).add_(torch.arange(num_choices, device=expert_ids.device))
+    key = (
+        expert_ids.clamp(0, num_experts - 1).mul_(num_choices).add_(torch.arange(num_choices, device=expert_ids.device))
+    )
     counts = torch.zeros(num_experts * num_choices, dtype=torch.int32, device=expert_ids.device)
     one = torch.ones((), dtype=torch.int32, device=expert_ids.device)
     return counts.index_add_(0, key.reshape(-1), one.expand(key.numel())).view(num_experts, num_choices)

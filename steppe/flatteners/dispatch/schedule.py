@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from steppe.flatteners.dispatch.plan import Ints, Plan
 
 
-
 @dataclass(frozen=True)
 class Ranges:
     """Ranges of contiguous rows, chunk after chunk: `ranges[j]` lists chunk j's (start, length)."""

@@ -56,5 +56,3 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
             module.forward = before
 
     return undo
-
-

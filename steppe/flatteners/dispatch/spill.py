@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 from steppe.core.errors import CollectiveTimeout
 from steppe.flatteners.dispatch.gradients import NativeSums, SlotSums
 from steppe.flatteners.dispatch.routes import Routes, Session
@@ -204,5 +203,3 @@ class _Both(collectives.Pending):
     def wait(self, timeout_s: float | None = None) -> None:
         for part in self.parts:
             part.wait(timeout_s)
-
-

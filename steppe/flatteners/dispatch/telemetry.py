@@ -99,18 +99,18 @@ def diagnose(stats: dict[str, Any]) -> tuple[str, ...]:
             )
         if layer.flipped:
             found.append(
-                f"{layer.layer}: {layer.flipped} recomputes chose other experts than the forward: the router's gradient "
-                "is wrong there. Ties of top-k are pinned under SCO's checkpoint only"
+                f"{layer.layer}: {layer.flipped} recomputes chose other experts than the forward: the router's "
+                "gradient is wrong there. Ties of top-k are pinned under SCO's checkpoint only"
             )
         if layer.forwards > layer.backwards > 0:
             found.append(
-                f"{layer.layer}: {layer.forwards} forwards for {layer.backwards} backwards: something behind the experts "
-                "saves a tensor (a norm, dropout), so that a checkpoint runs them again; or results went unused"
+                f"{layer.layer}: {layer.forwards} forwards for {layer.backwards} backwards: something behind the "
+                "experts saves a tensor (a norm, dropout), so that a checkpoint runs them again; or results went unused"
             )
         elif layer.recomputes and not stats["ties_pinned"]:
             found.append(
-                f"{layer.layer}: the router ran again in {layer.recomputes} recomputes of a checkpoint that is not SCO's:"
-                " ties of top-k can't be pinned there (none was broken the other way so far)"
+                f"{layer.layer}: the router ran again in {layer.recomputes} recomputes of a checkpoint that is not "
+                "SCO's: ties of top-k can't be pinned there (none was broken the other way so far)"
             )
     return tuple(found)
 
@@ -119,8 +119,9 @@ def _cap_signals(layer: LayerStats, num_ranks: int) -> list[str]:
     found = []
     if num_ranks > 1 and layer.exchange_ms > layer.compute_ms > 0:
         found.append(
-            f"{layer.layer}: waiting for the exchange took {layer.exchange_ms:.0f} ms, the experts {layer.compute_ms:.0f} "
-            f"ms: the cap of {layer.chunk_rows} rows is too small to hide it, or the link too slow; raise chunk_tokens"
+            f"{layer.layer}: waiting for the exchange took {layer.exchange_ms:.0f} ms, the experts "
+            f"{layer.compute_ms:.0f} ms: the cap of {layer.chunk_rows} rows is too small "
+            "to hide it, or the link too slow; raise chunk_tokens"
         )
     if layer.forwards and layer.chunk_rows >= layer.most_tokens > 0:
         found.append(
@@ -128,5 +129,3 @@ def _cap_signals(layer: LayerStats, num_ranks: int) -> list[str]:
             "rank: everything is one chunk and nothing is flattened; lower chunk_tokens"
         )
     return found
-
-

@@ -113,9 +113,7 @@ def expert_ids(case: Case, rank: int) -> torch.Tensor:
     return torch.from_numpy(np.argsort(scores, axis=1)[:, :k].copy())
 
 
-def gradients(
-    program: Callable[..., torch.Tensor], experts: ExpertWeights, inputs: Inputs
-) -> dict[str, torch.Tensor]:
+def gradients(program: Callable[..., torch.Tensor], experts: ExpertWeights, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Output and all gradients of one call, by name."""
     out = program(inputs.tokens, inputs.expert_ids, inputs.route_weights, experts)
     wanted = (inputs.tokens, inputs.route_weights, *experts.tensors)
@@ -140,7 +138,9 @@ def flat(session: Session) -> Callable[..., torch.Tensor]:
     return lambda *args: pipelined_llep(*args, session=session)
 
 
-def whole(case: Case, program: Callable[..., torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def whole(
+    case: Case, program: Callable[..., torch.Tensor], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """Output and gradients of a one-process program over all ranks' tokens."""
     parts = [make_inputs(case, r, dtype) for r in range(len(case.tokens))]
     together = Inputs(*(torch.cat([getattr(p, n).detach() for p in parts]) for n in Inputs.__annotations__))

@@ -16,12 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from steppe.core.errors import CollectiveTimeout, Refusal
 from steppe.flatteners.dispatch import reference, registry
 from steppe.flatteners.dispatch.attach import attach, diagnose
-from steppe.flatteners.dispatch.budget import DispatchPolicy
+from steppe.flatteners.dispatch.budget import DispatchPolicy, LayerShape
+from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.plan import check_divides
+from steppe.flatteners.dispatch.profiles import forced_routes
 from steppe.flatteners.dispatch.router import auxiliary_loss
-from steppe.flatteners.dispatch.routes import route
+from steppe.flatteners.dispatch.routes import Session, route
+from steppe.flatteners.dispatch.weights import ExpertWeights
+from steppe.flatteners.dispatch.workspace import WorkspacePool
 from steppe.integrations.transformers import checkpoint_blocks
 from steppe.runtime import collectives
+from steppe.runtime.allocator import allocator_peak
 from tests.flatteners.dispatch.cases import Case, flat, gradients, make_experts, make_inputs, new_session, shard
 from tests.support.float64 import float64_model, toy_config, toy_model
 
@@ -176,3 +181,43 @@ def router_logits(rank: int) -> list[torch.Tensor]:
 
 def auxiliary_shares(rank: int, world_size: int) -> torch.Tensor:
     return auxiliary_loss(router_logits(rank), 2, group=collectives.world())
+
+
+def peaks(rank: int, world_size: int, shape: LayerShape, profiles: list[str], policy: DispatchPolicy) -> list[Any]:
+    """(flat, plain) bytes above the inputs of a forward and backward on this rank, for each profile."""
+    return [_peaks(rank, world_size, shape, profile, policy) for profile in profiles]
+
+
+def _peaks(rank: int, world_size: int, shape: LayerShape, profile: str, policy: DispatchPolicy) -> tuple[int, int]:
+    group = collectives.world()
+    draw = lambda *size: (torch.randn(size) * 0.1).requires_grad_()  # noqa: E731
+    experts = ExpertWeights(
+        draw(shape.num_native, 2 * shape.width, shape.hidden), draw(shape.num_native, shape.hidden, shape.width)
+    )
+    ids = torch.from_numpy(
+        forced_routes(
+            profile, num_tokens=shape.num_tokens, num_experts=shape.num_experts, num_choices=shape.num_choices
+        )
+    )
+    tokens, weights = draw(shape.num_tokens, shape.hidden), draw(*ids.shape)
+    upstream = torch.randn(tokens.shape)
+
+    def step(program: Any) -> int:
+        def run() -> None:
+            program(tokens, ids, weights, experts).backward(upstream)
+
+        def clear() -> None:
+            for tensor in (tokens, weights, *experts.tensors):
+                tensor.grad = None
+
+        run()
+        clear()
+        found = allocator_peak(run)
+        clear()
+        return found.peak_bytes - found.base_bytes
+
+    def flat_once(*args: Any) -> torch.Tensor:
+        session = Session(policy, group, pool=WorkspacePool())
+        return pipelined_llep(*args, session=session)
+
+    return step(flat_once), step(lambda *args: reference.plain_expert_parallel(*args, group))

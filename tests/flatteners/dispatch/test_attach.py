@@ -39,8 +39,19 @@ def same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], length: 
 
 def qwen2_moe() -> Any:
     """The family whose shared expert has a gate; it is not among the six."""
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    common = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    common = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("qwen2_moe", **common, **sizes, intermediate_size=64, max_position_embeddings=128)

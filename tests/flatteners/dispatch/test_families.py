@@ -34,10 +34,12 @@ def _step(model: Any, ranks: int) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], what: str) -> None:
+def assert_equal(
+    ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], what: str
+) -> None:
     assert ours.keys() == exact.keys()
     for name, expected in exact.items():
-        # A model chains sums of H, of the vocabulary and of all routes; the longest product of them is the band's length.
+        # A model chains sums of H, of V and of all routes: the band's length is a product of them.
         assert_reordered(ours[name], plain[name], expected, length=256 * 32, what=f"{what}, {name}")
 
 
@@ -68,14 +70,16 @@ def test_narrower_dtypes_are_no_further_from_float64_than_the_plain_model(family
     plain_model.set_experts_implementation("eager")
     attach(ours_model, POLICY)
     captured = [_experts_call(model) for model in (exact_model, plain_model, ours_model)]
-    exact, plain, ours = ({k: v for k, v in run(dtype).items()} for run in captured)
+    exact, plain, ours = (run(dtype) for run in captured)
     for name, expected in exact.items():
         assert_reordered(ours[name], plain[name], expected, length=256, what=f"{family} {name}")
 
 
 def _experts_call(model: Any) -> Any:
     """Run the last block's experts alone on rows that are equal in all models; gives output and gradients."""
-    experts = next(m for n, m in reversed(list(model.named_modules())) if n.endswith("experts") and hasattr(m, "gate_up_proj"))
+    experts = next(
+        m for n, m in reversed(list(model.named_modules())) if n.endswith("experts") and hasattr(m, "gate_up_proj")
+    )
 
     def run(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -81,16 +82,19 @@ def test_the_anchor_layers_peak_is_the_formulas_and_a_fraction_of_the_plain_prog
     peaks = {}
     for profile in ("balanced", "95/1"):
         layer = Anchor(profile, 65_536)
-        peak = allocator_peak(lambda: layer.step(lambda *a: pipelined_llep(*a, session=Session(policy))))  # noqa: B023
+        run = partial(layer.step, partial(pipelined_llep, policy=policy))
+        peak = allocator_peak(run)
         peaks[profile] = peak.peak_bytes - peak.base_bytes
         # The combine gathers one choice's rows of a chunk; the caching allocator rounds to 2 MiB a block.
         slack = 6554 * 8 * 7168 * 2 // 4 + 2**28
-        assert_peak(peaks[profile], cost(shape, policy).peak_bytes, slack, "rows of one choice, indices, rounding to 2 MiB")
-        del layer
+        assert_peak(
+            peaks[profile], cost(shape, policy).peak_bytes, slack, "rows of one choice, indices, rounding to 2 MiB"
+        )
+        del layer, run
         torch.accelerator.empty_cache()
     smaller = Anchor("balanced", 16_384)
     plain = allocator_peak(lambda: smaller.step(plain_experts))
-    assert peaks["balanced"] < 0.5 * 4 * (plain.peak_bytes - plain.base_bytes), (peaks["balanced"] / GiB)
+    assert peaks["balanced"] < 0.5 * 4 * (plain.peak_bytes - plain.base_bytes), peaks["balanced"] / GiB
 
 
 def test_packing_and_combining_run_beside_the_products() -> None:
@@ -102,7 +106,9 @@ def test_packing_and_combining_run_beside_the_products() -> None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         run()
         torch.cuda.synchronize()
-    kernels = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us()]
+    kernels = [
+        e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us()
+    ]
     gemms = [e.time_range for e in kernels if "gemm" in e.name.lower() or "nvjet" in e.name.lower()]
     moves = [e.time_range for e in kernels if "index" in e.name.lower() or "gather" in e.name.lower()]
     assert gemms

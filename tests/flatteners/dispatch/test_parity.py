@@ -12,6 +12,7 @@ import steppe
 from steppe.core.errors import ConfigError, ShapeError, WorkingSetError
 from steppe.flatteners.dispatch.gates import gate_of
 from steppe.flatteners.dispatch.reference import checkpointed, dense_loop, plain_experts
+from steppe.flatteners.dispatch.weights import ExpertWeights
 from tests.flatteners.dispatch.cases import (
     FORMS,
     ROUTINGS,
@@ -142,11 +143,26 @@ def test_forward_without_grad_saves_nothing() -> None:
     assert_reordered(out, truth, truth, length=case.longest_sum)
 
 
+def test_the_result_may_be_changed_in_place() -> None:
+    case = Case()
+    inputs, experts = make_inputs(case, 0), make_experts(case)
+    out = flat(new_session(case))(inputs.tokens, inputs.expert_ids, inputs.route_weights, experts)
+    out += inputs.tokens
+    (grad,) = torch.autograd.grad(out, inputs.tokens, inputs.upstream)
+    truth = whole(case, dense_loop)["tokens"] + inputs.upstream
+    assert_reordered(grad, truth, truth, length=case.longest_sum)
+
+
+def owned_experts(case: Case) -> ExpertWeights:
+    experts = make_experts(case)
+    gate_up, down = (torch.nn.Parameter(t.detach()) for t in experts.tensors)
+    return replace(experts, gate_up=gate_up, down=down)
+
+
 def test_the_module_owns_its_parameters_and_equals_the_function() -> None:
     case = Case()
-    experts, inputs = make_experts(case), make_inputs(case, 0)
-    owned = replace(experts, gate_up=torch.nn.Parameter(experts.gate_up.detach()), down=torch.nn.Parameter(experts.down.detach()))
-    module = steppe.PipelinedLLEP(owned, policy=case.policy)
+    inputs = make_inputs(case, 0)
+    module = steppe.PipelinedLLEP(owned_experts(case), policy=case.policy)
     assert sorted(name for name, _ in module.named_parameters()) == ["down", "gate_up"]
     module(inputs.tokens, inputs.expert_ids, inputs.route_weights).backward(inputs.upstream)
     assert module.gate_up.grad is not None
@@ -154,9 +170,7 @@ def test_the_module_owns_its_parameters_and_equals_the_function() -> None:
 
 
 def test_the_modules_weights_follow_it_to_another_dtype() -> None:
-    experts = make_experts(Case())
-    owned = replace(experts, gate_up=torch.nn.Parameter(experts.gate_up.detach()), down=torch.nn.Parameter(experts.down.detach()))
-    module = steppe.PipelinedLLEP(owned).to(torch.float32)
+    module = steppe.PipelinedLLEP(owned_experts(Case())).to(torch.float32)
     inputs = make_inputs(Case(), 0, torch.float32)
     assert module(inputs.tokens, inputs.expert_ids, inputs.route_weights).dtype == torch.float32
 
@@ -208,7 +222,9 @@ def test_more_tokens_than_declared_are_refused() -> None:
     case = Case()
     inputs = make_inputs(case, 0)
     with pytest.raises(WorkingSetError, match="got 40"):
-        flat(new_session(case, max_tokens=39))(inputs.tokens, inputs.expert_ids, inputs.route_weights, make_experts(case))
+        flat(new_session(case, max_tokens=39))(
+            inputs.tokens, inputs.expert_ids, inputs.route_weights, make_experts(case)
+        )
 
 
 def test_policies_that_cannot_be_meant_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,7 +65,7 @@ def check_plan(counts: np.ndarray, plan: Plan, options: dict[str, float]) -> Non
         edges = sorted(zip(plan.start[mine].tolist(), plan.stop[mine].tolist()))
         assert edges[0][0] == 0
         assert edges[-1][1] == per_expert[expert]
-        assert all(a[1] == b[0] for a, b in zip(edges, edges[1:]))
+        assert all(a[1] == b[0] for a, b in pairwise(edges))
     assert (plan.stop - plan.start).sum() == total
     assert (np.bincount(plan.expert, plan.stop - plan.start, len(per_expert)) == per_expert).all()
     native = per_expert.reshape(ranks, -1).sum(1)

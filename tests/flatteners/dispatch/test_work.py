@@ -41,7 +41,9 @@ def test_rows_on_the_wire_are_2h_forward_and_3h_backward() -> None:
         numbers = sum(r["counters"]["wire_bytes"] for r in results) - 5 * routes * case.hidden * 4
         assert numbers == 3 * routes * 4  # the route weight out twice, its gradient home once
         assert all(r["counters"]["host_syncs"] == 1 for r in results)
-        assert sum(r["counters"]["flops"] for r in results) == round(routes * 6 * case.hidden * case.width * (3 + 2 / 3))
+        assert sum(r["counters"]["flops"] for r in results) == round(
+            routes * 6 * case.hidden * case.width * (3 + 2 / 3)
+        )
 
 
 class HostReads(TorchDispatchMode):
@@ -53,7 +55,16 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "unique", "bincount", "masked_select"):
+        if name in (
+            "_local_scalar_dense",
+            "nonzero",
+            "item",
+            "is_nonzero",
+            "equal",
+            "unique",
+            "bincount",
+            "masked_select",
+        ):
             self.seen.append(name)
         return func(*args, **(kwargs or {}))
 
