@@ -95,13 +95,16 @@ def digest(rank: int, world: int, config: RunConfig) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_weights_and_optimizer_state_are_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(1, 2), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)])
+def test_weights_and_optimizer_state_are_the_same_bits_on_any_number_of_ranks(
+    worlds: tuple[int, ...], tmp_path: Path
+) -> None:
     config = _dropout_run(tmp_path)
     run_ranks(stop_early, 2, config, 3)
-    states = {world: run_ranks(digest, world, config)[0] for world in (1, 2, 3)}
+    states = {world: run_ranks(digest, world, config)[0] for world in worlds}
     assert any(key.endswith("exp_avg_sq") for key in states[1])
     assert states[1]["optim.model.norm.weight.step"] == 3
-    for world in (2, 3):
+    for world in worlds[1:]:
         for key, value in states[1].items():
             assert_bitwise(states[world][key], value, f"{key} on {world} ranks")
 

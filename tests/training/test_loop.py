@@ -71,6 +71,8 @@ def test_gradients_are_those_of_one_dense_process(world: int, tmp_path: Path) ->
     ]
     runs[1] = runs[1].replace("model", shape={**runs[1].model.shape, **aux})
     runs[3] = runs[3].replace("model", shape={**runs[3].model.shape, "tie_word_embeddings": True})
+    if world == 1:
+        runs = runs[:2]  # what differs on one rank is the sharding alone
     per_rank = run_ranks(plain_and_truth, world, runs)
     for i, run in enumerate(runs):
         weights, model_config, ours, _ = per_rank[0][i]
