@@ -78,6 +78,14 @@ def test_a_small_vocabulary_keeps_its_plain_head_unless_forced() -> None:
     assert forced.policies["vocab"] != search(asked).policies["vocab"]
 
 
+def test_a_middling_vocabulary_keeps_its_plain_head_until_a_measurement_says_otherwise() -> None:
+    asked = job("olmoe-1b-7b", 8, 512 * 1024)
+    told = {s.flattener: s for s in switches(asked, search(asked))}
+    assert not told["vocab"].on
+    assert "steppe compare" in told["vocab"].why
+    assert search(replace(asked, forced=(("vocab", True),))).num_on >= 1
+
+
 def test_a_slow_link_keeps_the_boundaries_on_the_device_unless_forced() -> None:
     slow = replace(H200, to_host_rate=4e9, to_device_rate=4e9)
     asked = replace(job("qwen3-30b-a3b", 16), machine=slow)

@@ -206,10 +206,11 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
     told = f"V {vocab:,}: whole logits and their gradient take {format_bytes(logits)}, {share:.0%} of the device"
     if vocab < SMALL_VOCAB:
         return Verdict(False, f"{told}; below V {SMALL_VOCAB:,} the plain projection is as good")
+    if vocab < LARGE_VOCAB:
+        between = f"between V {SMALL_VOCAB:,} and {LARGE_VOCAB:,}"
+        return Verdict(False, f"{told}; {between} it stays off unless a measurement (steppe compare) says that it pays")
     if share <= LOGITS_SHARE:
         return Verdict(False, f"{told}; below {LOGITS_SHARE:.0%} they are not the peak")
-    if vocab < LARGE_VOCAB:
-        return Verdict(True, f"{told}; the vocabulary is of middle size, the logits alone decide")
     return Verdict(True, told)
 
 
