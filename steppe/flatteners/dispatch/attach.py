@@ -176,10 +176,12 @@ def _transfer_group(mesh: Any, axis: Any) -> collectives.Group:
     mine = None
     columns = mesh.mesh.movedim((mesh.mesh_dim_names or (EXPERT_AXIS,)).index(EXPERT_AXIS), -1)
     own = set(axis.mesh.flatten().tolist())
+    device = torch.device(mesh.device_type)
     for ranks in columns.reshape(-1, axis.size()).tolist():
         group = collectives.new_group(ranks)
         if set(ranks) == own:
             mine = group
+    collectives.warm_up(mine, device)
     return mine
 
 

@@ -11,7 +11,6 @@ never derived again. A block that saves a tensor behind its experts (a norm, dro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -143,11 +142,8 @@ class Call:
         with session.pool.lend(routes.layer, routes.layout.row_bound, source.tokens) as workspace:
             math = ChunkMath(workspace, routes.layer.tile_elements)
             path = _path(source, workspace, session, what)
-            started = time.perf_counter()
-            waited = session.telemetry.exchange_s
-            run_chunks(path, travel, routes, lambda stack, rows, group: compute(math, stack, rows, group))
-            elapsed = time.perf_counter() - started
-        session.telemetry.compute_s += elapsed - (session.telemetry.exchange_s - waited)
+            with session.telemetry.passes.span(source.tokens.device):
+                run_chunks(path, travel, routes, lambda stack, rows, group: compute(math, stack, rows, group))
         session.pool.counters["flops"] += math.flops
 
 

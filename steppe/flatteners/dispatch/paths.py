@@ -6,7 +6,6 @@ All three are driven the same way (`exchange.run_chunks`): `start(j)` packs and 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -204,15 +203,15 @@ class WirePath:
         )
 
     def _wait(self, posts: list[collectives.Pending]) -> None:
-        self.session.pool.pause()
-        started = time.perf_counter()
+        pool, device = self.session.pool, self.source.tokens.device
+        pool.pause()
         try:
-            for post in posts:
-                post.wait(self.session.pool.timeout_s)
+            with self.session.telemetry.exchange.span(device):
+                for post in posts:
+                    post.wait(pool.wait_limit_s(device))
         except CollectiveTimeout as late:
             peers = [r for r in range(self.session.num_ranks) if r != self.session.rank]
             raise CollectiveTimeout(f"{late}; peers of rank {self.session.rank}: {peers}") from late
-        self.session.telemetry.exchange_s += time.perf_counter() - started
 
 
 def _chunk_rows(workspace: Workspace, source: Source, chunk: int) -> ChunkRows:

@@ -202,13 +202,15 @@ def receive_tables(layout: Layout, rank: int) -> Receives:
 def choice_sizes(counts_by_choice: Ints, layout: Layout, rank: int, sends: Sends) -> list[list[int]]:
     """Rows of each choice in each of `rank`'s chunks [n][k], from its own [E, k] counts."""
     edges = np.append(0, counts_by_choice.reshape(-1).cumsum())  # routes in (expert, choice, token) order
-    num_choices = counts_by_choice.shape[1]
-    sizes = np.zeros((layout.chunks, num_choices), np.int64)
-    for chunk in range(layout.chunks):
-        for start, length in sends.runs[chunk]:
-            inside = np.clip(edges, start, start + length)
-            sizes[chunk] += np.diff(inside).reshape(-1, num_choices).sum(axis=0)
-    return sizes.tolist()
+    num_choices, runs = counts_by_choice.shape[1], sends.runs
+    chunk_of = np.repeat(np.arange(layout.chunks), np.diff(runs.edges))
+    by_start = np.argsort(runs.start)  # the ranges tile the routes, so each stretch between two cuts lies in one
+    cuts = np.union1d(edges, runs.start)
+    where = by_start[np.searchsorted(runs.start[by_start], cuts[:-1], side="right") - 1]
+    choice = (np.searchsorted(edges, cuts[:-1], side="right") - 1) % num_choices
+    cell = chunk_of[where] * num_choices + choice
+    sizes = np.bincount(cell, np.diff(cuts), layout.chunks * num_choices).astype(np.int64)
+    return [[int(n) for n in row] for row in sizes.reshape(-1, num_choices)]
 
 
 def _cut(rows: Ints, layout: Layout, run: Ints, run_rows: Ints, runs: slice | NDArray[np.intp]) -> Ints:

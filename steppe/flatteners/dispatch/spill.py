@@ -134,7 +134,7 @@ class Travel:
     def _wait(self, pending: collectives.Pending, chunk: int) -> None:
         self.session.pool.pause()
         try:
-            pending.wait(self.session.pool.timeout_s)
+            pending.wait(self.session.pool.wait_limit_s(self.natives.gate_up.device))
         except CollectiveTimeout as late:
             raise CollectiveTimeout(f"{late}, at chunk {chunk}") from late
 

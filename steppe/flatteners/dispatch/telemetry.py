@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from steppe.flatteners.dispatch.plan import Ints
 from steppe.flatteners.dispatch.schedule import Layout
+
+_EVENTS_KEPT: Final = 256  # timing events that wait to be read
 
 
 @dataclass
@@ -23,14 +28,49 @@ class LayerStats:
     chunks: int = 0
     chunk_rows: int = 0
     rows: int = 0
-    most_tokens: int = 0
+    most_routes: int = 0
     load_before: float = 1.0  # max / mean over ranks
     load_after: float = 1.0
     transfers: int = 0
     foreign: int = 0  # foreign experts on this rank
     exchange_ms: float = 0.0
     compute_ms: float = 0.0
-    compute_flops: int = 0
+
+
+class Clock:
+    """Time spent inside spans: the host's on the CPU, the current stream's by events on an accelerator."""
+
+    def __init__(self) -> None:
+        self.total_ms = 0.0
+        self._open: list[tuple[torch.Event, torch.Event]] = []
+
+    @contextmanager
+    def span(self, device: torch.device) -> Iterator[None]:
+        """Measure what is enqueued inside; no host sync."""
+        if device.type == "cpu":
+            started = time.perf_counter()
+            yield
+            self.total_ms += 1e3 * (time.perf_counter() - started)
+            return
+        begin, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+        begin.record(torch.accelerator.current_stream(device))
+        yield
+        end.record(torch.accelerator.current_stream(device))
+        self._open.append((begin, end))
+        if len(self._open) > _EVENTS_KEPT:
+            self._settle([pair for pair in self._open if pair[1].query()])
+
+    def read_ms(self) -> float:
+        """All spans so far; waits for the device."""
+        for _, end in self._open:
+            end.synchronize()
+        self._settle(list(self._open))
+        return self.total_ms
+
+    def _settle(self, pairs: list[tuple[torch.Event, torch.Event]]) -> None:
+        for pair in pairs:
+            self.total_ms += pair[0].elapsed_time(pair[1])
+            self._open.remove(pair)
 
 
 @dataclass
@@ -41,8 +81,8 @@ class Telemetry:
     counting: bool = True
     learning: bool = True  # the forward under way runs with gradients
     stats: LayerStats = field(default_factory=LayerStats)
-    exchange_s: float = 0.0
-    compute_s: float = 0.0
+    exchange: Clock = field(default_factory=Clock)  # compute waited for the wire
+    passes: Clock = field(default_factory=Clock)  # all chunks of a forward or backward
     counts: Ints | None = None
     taps: int = 0
     _flips: torch.Tensor | None = None
@@ -57,7 +97,7 @@ class Telemetry:
         stats, plan = self.stats, layout.plan
         stats.forwards += self.learning
         stats.chunks, stats.chunk_rows, stats.rows = layout.chunks, layout.chunk_rows, int(counts[rank].sum())
-        stats.most_tokens = int(counts.sum(axis=1).max())
+        stats.most_routes = int(counts.sum(axis=1).max())
         mean = max(1.0, counts.sum() / plan.num_ranks)
         stats.load_before = float(counts.sum(axis=0).reshape(plan.num_ranks, -1).sum(axis=1).max() / mean)
         stats.load_after = float(plan.loads().max() / mean)
@@ -83,7 +123,8 @@ class Telemetry:
         stats = self.stats
         stats.layer, stats.recomputes = self.layer, max(0, self.taps - stats.forwards)
         stats.flipped = 0 if self._flips is None else int(self._flips)
-        stats.exchange_ms, stats.compute_ms = 1e3 * self.exchange_s, 1e3 * self.compute_s
+        stats.exchange_ms = self.exchange.read_ms()
+        stats.compute_ms = max(0.0, self.passes.read_ms() - stats.exchange_ms)
         return stats
 
 
@@ -123,9 +164,9 @@ def _cap_signals(layer: LayerStats, num_ranks: int) -> list[str]:
             f"{layer.compute_ms:.0f} ms: the cap of {layer.chunk_rows} rows is too small "
             "to hide it, or the link too slow; raise chunk_tokens"
         )
-    if layer.forwards and layer.chunk_rows >= layer.most_tokens > 0:
+    if layer.forwards and layer.chunk_rows >= layer.most_routes > 0:
         found.append(
-            f"{layer.layer}: the cap of {layer.chunk_rows} rows is no smaller than the {layer.most_tokens} routes of a "
+            f"{layer.layer}: the cap of {layer.chunk_rows} rows is no smaller than the {layer.most_routes} routes of a "
             "rank: everything is one chunk and nothing is flattened; lower chunk_tokens"
         )
     return found

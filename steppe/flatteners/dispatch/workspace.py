@@ -98,6 +98,11 @@ class WorkspacePool:
         finally:
             self._lent = False
 
+    def wait_limit_s(self, device: torch.device) -> float | None:
+        """The time limit of a wait. Only on the CPU: on an accelerator a limit makes the host wait for the device, and
+        the communicator's own watchdog says when a peer is late."""
+        return self.timeout_s if device.type == "cpu" else None
+
     def pause(self) -> None:
         """Sleep as long as the test's `delay` says."""
         if self.delay is not None:
