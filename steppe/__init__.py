@@ -12,11 +12,13 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "OFF": "steppe.core.policy",
+    "flatten_peaks": "steppe.compose",
     "DispatchPolicy": "steppe.flatteners.dispatch.budget",
     "ExpertWeights": "steppe.flatteners.dispatch.weights",
     "PipelinedLLEP": "steppe.flatteners.dispatch.exchange",
     "pipelined_llep": "steppe.flatteners.dispatch.exchange",
     "Ledger": "steppe.core.ledger",
+    "MeshShape": "steppe.core.shapes",
     "profile": "steppe.profiler",
     "OffloadStreamAdamW": "steppe.flatteners.optimizer.adamw",
     "OptimizerPolicy": "steppe.flatteners.optimizer.budget",
