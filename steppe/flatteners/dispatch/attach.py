@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,15 +16,17 @@ from steppe.flatteners.dispatch import recognise, router, shared
 from steppe.flatteners.dispatch.budget import DispatchPolicy
 from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.plan import check_divides
+from steppe.flatteners.dispatch.reference import plain_expert_parallel
 from steppe.flatteners.dispatch.routes import Session
 from steppe.flatteners.dispatch.telemetry import Telemetry, diagnose
 from steppe.flatteners.dispatch.workspace import WorkspacePool
-from steppe.runtime import collectives
+from steppe.runtime import collectives, scopes
 
-__all__ = ["Attached", "attach", "conflicts", "diagnose"]
+__all__ = ["MESH", "Attached", "attach", "attach_plain", "conflicts", "diagnose"]
 
 MESH: Final = ("expert", ("efsdp", "ep"))
-EXPERT_AXIS = "ep"
+EXPERT_AXIS: Final = "ep"
+Program = Callable[..., torch.Tensor]
 
 
 class Attached:
@@ -32,8 +35,8 @@ class Attached:
     `ties_pinned`: set it when the blocks run under SCO's checkpoint, which pins the router's top-k.
     """
 
-    def __init__(self, model: nn.Module, policy: DispatchPolicy, pool: WorkspacePool) -> None:
-        self.model, self.policy, self.pool = model, policy, pool
+    def __init__(self, model: nn.Module, policy: DispatchPolicy, pool: WorkspacePool, mesh: Any = None) -> None:
+        self.model, self.policy, self.pool, self.mesh = model, policy, pool, mesh
         self.sessions: dict[str, Session] = {}
         self.experts: dict[str, nn.Module] = {}
         self.ties_pinned = False
@@ -54,13 +57,18 @@ class Attached:
             "counters": dict(self.pool.counters),
         }
 
-    def shard_complement(self, mesh: Any, **options: Any) -> None:
+    def shard_complement(self, mesh: Any = None, **options: Any) -> None:
         """FSDP2 over the axis that complements the expert axis, experts by experts; call it before the blocks'.
 
-        Gradients are summed, never divided: the loss is divided by the global number of tokens.
+        `mesh` is that axis; by default, and for a mesh of two axes, it is taken from the mesh that `attach` was given
+        (parameters and FSDP2 have to share one). Gradients are summed, never divided: the loss is divided by the global
+        number of tokens.
         """
+        axis = mesh if mesh is not None and mesh.ndim == 1 else _complement(self.mesh)
+        if axis is None:
+            return
         for module in self.experts.values():
-            sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
+            sharded: FSDPModule = fully_shard(module, mesh=axis, **options)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
@@ -93,19 +101,27 @@ class Attached:
             updated += 1
         return updated
 
-    def _join(self, name: str, module: Any, group: collectives.Group, transfers: collectives.Group) -> None:
-        session = Session(self.policy, group, transfers, self.pool, Telemetry(layer=name))
-        self.sessions[name], self.experts[name] = session, module
+    def _run_by(self, name: str, module: Any, program: Program) -> None:
+        """Let `program(rows, ids, weights, experts)` be the module's forward."""
+        self.experts[name] = module
         read = recognise.reader(module)
 
         def forward(hidden_states: torch.Tensor, *routes: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-            session.telemetry.counting = module.training
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             ids, weights = _routes(routes, named)
-            out = pipelined_llep(rows, ids, weights, read(_local), session=session)
-            return out if out.shape == hidden_states.shape else out.view(hidden_states.shape)
+            return program(rows, ids, weights, read(_local)).view(hidden_states.shape)
 
         self._undo.append(shared.replace_forward(module, forward))
+
+    def _join(self, name: str, module: Any, group: collectives.Group, transfers: collectives.Group) -> None:
+        session = Session(self.policy, group, transfers, self.pool, Telemetry(layer=name))
+        self.sessions[name] = session
+
+        def program(*args: Any) -> torch.Tensor:
+            session.telemetry.counting = module.training
+            return pipelined_llep(*args, session=session)
+
+        self._run_by(name, module, program)
 
 
 def attach(
@@ -118,21 +134,41 @@ def attach(
 
     Raises: ConfigError for a model whose experts are not recognised, or E not a multiple of E_p.
     """
-    experts = recognise.expert_modules(model)
-    axis = _expert_axis(mesh)
-    group = None if axis is None or axis.size() == 1 else axis.get_group()
-    for module in experts.values():
-        check_divides(module.gate_up_proj.shape[0], collectives.size(group))
+    attached, axis, group = _start(model, policy, mesh, pool)
     transfers = _transfer_group(mesh, axis) if group is not None else None
-    attached = Attached(model, policy, pool or WorkspacePool())
+    experts = recognise.expert_modules(model)
     for name, module in experts.items():
-        if axis is not None:
-            _shard(module, axis)
         attached._join(name, module, group, transfers)
     for block, _ in recognise.blocks_of(model, experts):
         if (name := recognise.shared_expert(block)) is not None:
             attached._undo.append(shared.run_first(block, name))
     return attached
+
+
+def attach_plain(model: nn.Module, mesh: Any) -> Attached:
+    """Plain expert parallelism over the mesh's expert axis: one all-to-all there and back, everything saved.
+
+    Raises: as `attach`.
+    """
+    attached, _, group = _start(model, DispatchPolicy(), mesh, None)
+    for name, module in recognise.expert_modules(model).items():
+        attached._run_by(name, module, scopes.region("dispatch", partial(plain_expert_parallel, group=group)))
+    return attached
+
+
+def _start(
+    model: nn.Module, policy: DispatchPolicy, mesh: Any, pool: WorkspacePool | None
+) -> tuple[Attached, Any, collectives.Group]:
+    """Shard the experts over the expert axis; gives the handle, the axis and its group."""
+    experts = recognise.expert_modules(model)
+    axis = _expert_axis(mesh)
+    group = None if axis is None or axis.size() == 1 else axis.get_group()
+    for module in experts.values():
+        check_divides(module.gate_up_proj.shape[0], collectives.size(group))
+    if axis is not None:
+        for module in experts.values():
+            _shard(module, axis)
+    return Attached(model, policy, pool or WorkspacePool(), mesh), axis, group
 
 
 def conflicts(*live: Any) -> tuple[Conflict, ...]:
@@ -169,6 +205,13 @@ def _expert_axis(mesh: Any) -> Any | None:
     if names is None:
         return mesh if mesh.ndim == 1 else None
     return mesh[EXPERT_AXIS] if EXPERT_AXIS in names else None
+
+
+def _complement(mesh: Any) -> Any | None:
+    """The axis beside the expert axis; None where there is none."""
+    if mesh is None or mesh.ndim != 2 or EXPERT_AXIS not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh[next(name for name in mesh.mesh_dim_names if name != EXPERT_AXIS)]
 
 
 def _transfer_group(mesh: Any, axis: Any) -> collectives.Group:

@@ -60,7 +60,7 @@ def plain_expert_parallel(
     mine = everyone[:, collectives.rank(group)]  # [source, local expert]
     sent, came = counts.view(num_ranks, -1).sum(1).tolist(), mine.sum(1).tolist()
     arrived = _Swap.apply(tokens[order // num_choices], came, sent, group)
-    local = torch.arange(native).repeat(num_ranks).repeat_interleave(mine.reshape(-1))
+    local = torch.arange(native, device=tokens.device).repeat(num_ranks).repeat_interleave(mine.reshape(-1))
     local, by_expert = local.sort(stable=True)
     grouped = _grouped_experts(arrived[by_expert], local, experts)
     results = torch.empty_like(grouped).index_copy(0, by_expert, grouped)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steppe.core.errors import CollectiveTimeout, Refusal
 from steppe.flatteners.dispatch import reference, registry
-from steppe.flatteners.dispatch.attach import attach, diagnose
+from steppe.flatteners.dispatch.attach import attach, attach_plain, diagnose
 from steppe.flatteners.dispatch.budget import DispatchPolicy, LayerShape
 from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.plan import check_divides
@@ -107,14 +107,14 @@ def summed_loss(model: Any, ids: torch.Tensor, divisor: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / divisor
 
 
-def sharded_model(family: str, world_size: int, expert_ranks: int, policy: DispatchPolicy) -> tuple[Any, Any]:
+def sharded_model(family: str, world_size: int, expert_ranks: int, policy: DispatchPolicy | None) -> tuple[Any, Any]:
     """A float64 toy, experts over `ep` and FSDP2 over `efsdp`, everything else FSDP2 over all ranks."""
     mesh = init_device_mesh("cpu", (world_size // expert_ranks, expert_ranks), mesh_dim_names=("efsdp", "ep"))
     world = init_device_mesh("cpu", (world_size,))
     model = float64_model(toy_config(family)).train()
     spread_routers(model)
-    attached = attach(model, policy, mesh)
-    attached.shard_complement(mesh["efsdp"])
+    attached = attach_plain(model, mesh) if policy is None else attach(model, policy, mesh)
+    attached.shard_complement(mesh)
     for module in (*model.model.layers, model):
         wrapped = fully_shard(module, mesh=world)
         wrapped.set_gradient_divide_factor(1.0)
@@ -136,6 +136,20 @@ def family_steps(rank: int, world_size: int, cases: list[tuple[str, int, bool]])
     return [_family_step(rank, world_size, *case) for case in cases]
 
 
+def plain_family_step(rank: int, world_size: int, family: str) -> dict[str, torch.Tensor]:
+    """Full gradients of one step of plain expert parallelism."""
+    model, _ = sharded_model(family, world_size, 2, None)
+    divisor = sum(batch_of(r).numel() - 1 for r in range(world_size))
+    summed_loss(model, batch_of(rank), divisor).backward()
+    return full_gradients(model)
+
+
+def full_gradients(model: Any) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DTensor's note on each gather of a strided shard
+        return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def _family_step(rank: int, world_size: int, family: str, expert_ranks: int, again: bool) -> dict[str, Any]:
     model, attached = sharded_model(family, world_size, expert_ranks, DispatchPolicy(chunk_tokens=5))
     if again:
@@ -143,9 +157,7 @@ def _family_step(rank: int, world_size: int, family: str, expert_ranks: int, aga
     divisor = sum(batch_of(r).numel() - 1 for r in range(world_size))
     loss = summed_loss(model, batch_of(rank), divisor)
     loss.backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DTensor's note on each gather of a strided shard
-        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = full_gradients(model)
     stats = attached.stats()
     return {
         "gradients": gradients if rank == 0 else {},

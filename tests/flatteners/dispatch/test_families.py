@@ -117,6 +117,12 @@ def test_experts_over_ranks_with_fsdp_on_the_complement_equal_one_dense_process(
     check(COVERING)
 
 
+def test_plain_expert_parallelism_equals_one_dense_process() -> None:
+    exact = truth("qwen3_moe", 4)
+    ours = run_ranks(on_ranks.plain_family_step, 4, "qwen3_moe", timeout_s=120.0)[0]
+    assert_equal(ours, exact, exact, "plain")
+
+
 @pytest.mark.slow
 def test_the_whole_grid_of_families_equals_one_dense_process() -> None:
     for start in range(0, len(GRID), 12):
