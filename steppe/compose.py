@@ -7,8 +7,8 @@ attaches has `detach()` and `stats()`. A module may say more about itself, and o
 * `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them;
 * `attach_plain(model, mesh)`: what the plain program does with a group of more than one rank.
 
-A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(mesh, **options)` (it shards these over its
-other axis itself), and `loss` or `optimizer` in place of the plain ones.
+A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(axis, **options)` (it shards some itself, over
+the replicas of its mesh), and `loss` or `optimizer` in place of the plain ones.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, me
 
 
 def mesh_of(module: ModuleType, meshes: Meshes | None) -> Any | None:
-    """The two-axis mesh that a flattener names with MESH; made once for each, on all ranks alike."""
+    """The two-axis mesh that a flattener names with MESH, the same object whenever asked."""
     wanted = getattr(module, "MESH", None)
     return None if wanted is None or meshes is None else meshes.of(*wanted)
 
@@ -172,7 +172,8 @@ def shard(flattened: Flattened, meshes: Meshes, *, mp_policy: Any = None, blocks
     ignored: set[nn.Parameter] = set()
     for name, handle in flattened.attached.items():
         if (place := getattr(handle, "shard_complement", None)) is not None:
-            place(mesh_of(half(name, "attach"), meshes), **options)
+            mesh = mesh_of(half(name, "attach"), meshes)
+            place(mesh[mesh.mesh_dim_names[0]], **options)
         own = getattr(handle, "parameters", None)
         ignored |= set(own() if callable(own) else own or ())
     for module in (*(blocks or blocks_of(flattened.model)), flattened.model):

@@ -6,7 +6,7 @@ FSDP2 spans all W ranks. A flattener that shares something among a few ranks nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,18 +21,22 @@ DENSE_AXIS = "fsdp"
 
 @dataclass(frozen=True)
 class Meshes:
-    """`dense` over all ranks; `of(field, axes)` for a group size of the shape. Without ranks everything is None."""
+    """`dense` over all ranks; `of(size, axes)` for a group size of the shape. Without ranks everything is None."""
 
     shape: MeshShape
     device_type: str
     dense: DeviceMesh | None
+    made: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
 
-    def of(self, field: str, axes: tuple[str, str]) -> DeviceMesh | None:
-        """The (replicas, members) mesh of one group size; collective, so all ranks call it in the same order."""
+    def of(self, size: str, axes: tuple[str, str]) -> DeviceMesh | None:
+        """The (replicas, members) mesh of one group size, made at the first call: all ranks call in the same order."""
         if self.dense is None:
             return None
-        members = getattr(self.shape, field)
-        return init_device_mesh(self.device_type, (self.shape.world // members, members), mesh_dim_names=axes)
+        if axes not in self.made:
+            members = getattr(self.shape, size)
+            shape = (self.shape.world // members, members)
+            self.made[axes] = init_device_mesh(self.device_type, shape, mesh_dim_names=axes)
+        return self.made[axes]
 
     def sequence_group(self) -> collectives.Group:
         """This rank's D ranks of a sequence; neighbours share one."""

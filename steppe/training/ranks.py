@@ -93,7 +93,7 @@ def on_this_rank(work: Callable[[torch.device], int], place: Place, timeout_s: f
 @contextmanager
 def process_group(place: Place, timeout_s: float) -> Iterator[torch.device]:
     """The ranks' process group (rendezvous by the launcher's environment) and this rank's device."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world))
         device, backend = torch.device("cpu"), "gloo"

@@ -20,7 +20,8 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "pyarrow", "tokenizers"
 
 
 def _loaded_after(code: str) -> set[str]:
-    probe = f"import sys, json\n{code}\nprint(json.dumps(sorted(m for m in {HEAVY!r} if m in sys.modules)), file=sys.stderr)"
+    told = f"print(json.dumps(sorted(m for m in {HEAVY!r} if m in sys.modules)), file=sys.stderr)"
+    probe = f"import sys, json\n{code}\n{told}"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(json.loads(done.stderr.splitlines()[-1]))
 
