@@ -7,8 +7,8 @@ attaches has `detach()` and `stats()`. A module may say more about itself, and o
 * `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them;
 * `attach_plain(model, mesh)`: what the plain program does with a group of more than one rank.
 
-A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(axis, **options)` (it shards some itself, over
-the replicas of its mesh), and `loss` or `optimizer` in place of the plain ones.
+A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(axis, **options)` (it shards some itself,
+over the replicas of its mesh), and `loss` or `optimizer` in place of the plain ones.
 """
 
 from __future__ import annotations
