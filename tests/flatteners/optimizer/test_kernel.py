@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from steppe.flatteners.optimizer import kernel
 from steppe.flatteners.optimizer.kernel import CompiledKernel, NumpyKernel, built_extension, load_kernel, self_test
+from steppe.flatteners.optimizer.rates import kernel_seconds
 from steppe.flatteners.optimizer.schedule import SQUARE_BLOCK, Step, fold
+from steppe.runtime import machine
 from tests.support.exactness import assert_bitwise
 
 from .programs import DTYPES
@@ -168,6 +170,12 @@ def test_any_vector_has_numpys_bits(length: int, seed: int, dtype: torch.dtype, 
     PLAIN.update(*theirs, step)
     for mine, other in zip(ours, theirs):
         assert_bitwise(mine, other)
+
+
+def test_calibration_times_the_kernel_that_runs() -> None:
+    measured = machine.adamw_rate(1, 0.05, kernel_seconds, count=2**16)
+    assert measured > 0
+    assert kernel_seconds(1000, 2) > 0
 
 
 def _kernels() -> list[kernel.Kernel]:
