@@ -16,6 +16,7 @@ from steppe.flatteners.dispatch import recognise, router, shared
 from steppe.flatteners.dispatch.budget import DispatchPolicy
 from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.plan import check_divides
+from steppe.flatteners.dispatch.profiles import forced_routes
 from steppe.flatteners.dispatch.reference import plain_expert_parallel
 from steppe.flatteners.dispatch.routes import Session
 from steppe.flatteners.dispatch.telemetry import Telemetry, diagnose
@@ -32,7 +33,8 @@ Program = Callable[..., torch.Tensor]
 class Attached:
     """The experts of a model behind PipelinedLLEP; one pool of workspaces for all layers.
 
-    `ties_pinned`: set it when the blocks run under SCO's checkpoint, which pins the router's top-k.
+    `ties_pinned`: set it when the blocks run under SCO's checkpoint, which pins the router's top-k. `forced`: a routing
+    profile of `profiles.py` ("balanced", "95/1") instead of the router's choice, for benchmarks.
     """
 
     def __init__(self, model: nn.Module, policy: DispatchPolicy, pool: WorkspacePool, mesh: Any = None) -> None:
@@ -40,6 +42,7 @@ class Attached:
         self.sessions: dict[str, Session] = {}
         self.experts: dict[str, nn.Module] = {}
         self.ties_pinned = False
+        self.forced: str | None = None
         self._undo: list[Callable[[], object]] = []
 
     def detach(self) -> None:
@@ -117,9 +120,11 @@ class Attached:
         session = Session(self.policy, group, transfers, self.pool, Telemetry(layer=name))
         self.sessions[name] = session
 
-        def program(*args: Any) -> torch.Tensor:
+        def program(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Any) -> torch.Tensor:
             session.telemetry.counting = module.training
-            return pipelined_llep(*args, session=session)
+            if self.forced is not None:
+                ids, weights = _forced(self.forced, ids, weights, experts.num_experts * session.num_ranks)
+            return pipelined_llep(rows, ids, weights, experts, session=session)
 
         self._run_by(name, module, program)
 
@@ -195,6 +200,14 @@ def _routes(routes: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) ->
     names = ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights")
     rest = (named[name] for pair in names[len(routes) :] for name in pair if name in named)
     return (*routes, *rest)
+
+
+def _forced(
+    profile: str, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The profile's ids, and weights 1/k that still hang on the router's."""
+    forced = forced_routes(profile, num_tokens=len(ids), num_experts=num_experts, num_choices=ids.shape[1])
+    return torch.from_numpy(forced).to(ids.device), weights * 0 + 1 / ids.shape[1]
 
 
 def _expert_axis(mesh: Any) -> Any | None:

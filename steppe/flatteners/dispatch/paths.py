@@ -197,7 +197,9 @@ class WirePath:
         counters = self.session.pool.counters
         if rows.endswith("x") or rows.endswith("g"):
             counters["wire_rows"] += sum(sent)
-        counters["wire_bytes"] += sum(sent) * buffer[:1].numel() * buffer.element_size()
+        num_bytes = sum(sent) * buffer[:1].numel() * buffer.element_size()
+        counters["wire_bytes"] += num_bytes
+        self.session.telemetry.stats.wire_bytes += num_bytes
         return collectives.all_to_all(
             self.workspace[into], buffer, came, sent, self.session.group, f"{self.what}, {what}"
         )

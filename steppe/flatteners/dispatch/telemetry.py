@@ -33,6 +33,7 @@ class LayerStats:
     load_after: float = 1.0
     transfers: int = 0
     foreign: int = 0  # foreign experts on this rank
+    wire_bytes: int = 0  # sent by this rank so far, rows and numbers
     exchange_ms: float = 0.0
     compute_ms: float = 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from steppe.core.errors import ConfigError, ShapeError
 from steppe.flatteners.dispatch import registry, router
 from steppe.flatteners.dispatch.attach import attach, conflicts, diagnose
 from steppe.flatteners.dispatch.budget import DispatchPolicy
+from steppe.flatteners.dispatch.profiles import forced_routes
 from steppe.integrations.transformers import checkpoint_blocks
 from tests.flatteners.dispatch import on_ranks
 from tests.support.exactness import assert_bitwise, assert_reordered
@@ -190,6 +192,19 @@ def test_the_router_bias_moves_once_a_step_by_counts_that_recomputes_leave_alone
         model(input_ids=IDS)
     assert attached.update_router_bias(0.5) == 1  # nothing was counted: nothing moves
     assert_bitwise(gate.e_score_correction_bias, expected)
+
+
+def test_a_forced_profile_overrides_the_routers_choice() -> None:
+    model = toy_model("qwen3_moe").train()
+    attached = attach(model, POLICY)
+    for profile in ("balanced", "95/1"):
+        attached.forced = profile
+        assert step(model).keys() == dict(model.named_parameters()).keys()
+        counts = attached.sessions["model.layers.0.mlp.experts"].telemetry.take_counts()
+        expected = forced_routes(profile, num_tokens=24, num_experts=8, num_choices=2)
+        assert (counts == np.bincount(expected.reshape(-1), minlength=8)).all()
+    attached.forced = None
+    step(model)
 
 
 def test_models_without_recognised_experts_are_refused() -> None:

@@ -99,6 +99,7 @@ def _experts_call(model: Any) -> Any:
 COVERING = [
     ("qwen3_moe", 2, True), ("mixtral", 4, False), ("olmoe", 2, False), ("gpt_oss", 4, True),
     ("glm4_moe", 2, True), ("deepseek_v3", 4, True), ("gpt_oss", 2, False), ("deepseek_v3", 2, False),
+    ("mixtral", 1, True),
 ]  # fmt: skip
 GRID = list(itertools.product(FAMILIES, (1, 2, 4), (False, True)))
 
