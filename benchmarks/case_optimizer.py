@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.timing import interleaved
@@ -18,7 +19,7 @@ from steppe.flatteners.optimizer.adamw import OffloadStreamAdamW
 from steppe.flatteners.optimizer.crew import numa_nodes, process_cpus
 from steppe.flatteners.optimizer.engine import Wiring
 from steppe.flatteners.optimizer.pipeline import Lines
-from steppe.flatteners.optimizer.reference import SerialOffload
+from steppe.flatteners.optimizer.reference import Adam, SerialOffload, state_of, step
 from steppe.runtime.lanes import open_lane
 
 CASE = "optimizer"
@@ -37,6 +38,7 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
     yield _overlapped(count, rounds)
     yield from _by_threads(count, rounds)
     yield from _throttled(quick)
+    yield from (_error(steps) for steps in (1, 10, 200))
     if torch.cuda.is_available():
         yield from _on_cuda(count, rounds)
 
@@ -195,6 +197,26 @@ def _throttled_step(stage_s: Sequence[float], buckets: int) -> float:
     started = time.perf_counter()
     optimizer.step()
     return time.perf_counter() - started
+
+
+def _error(steps: int) -> dict[str, Any]:
+    """Relative error of the masters against float64, ours and torch.optim.AdamW's in float32, bf16 parameters."""
+    held = [_parameters(2**14, torch.bfloat16) for _ in range(2)]
+    ours, plain = OffloadStreamAdamW(held[0], lr=1e-2), SerialOffload(held[1], lr=1e-2)
+    truth = [state_of(p, np.float64) for p in held[0]]
+    for _ in range(steps):
+        ours.step()
+        plain.step()
+        for state, parameter in zip(truth, held[0]):
+            assert parameter.grad is not None
+            step(state, parameter.grad, Adam(lr=1e-2))
+    exact = torch.cat([torch.from_numpy(state.master) for state in truth])
+    masters = {
+        "steppe": torch.cat([ours.state[p]["master"] for p in held[0]]),
+        "torch.optim.AdamW": torch.cat([master.detach() for master in plain.masters]),
+    }
+    error = {name: float((m.double() - exact).norm() / exact.norm()) for name, m in masters.items()}
+    return {"case": CASE, "label": f"error against float64 after {steps} steps", "relative_error": error}
 
 
 def _on_cuda(count: int, rounds: int) -> Iterator[dict[str, Any]]:

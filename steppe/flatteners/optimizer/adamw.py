@@ -16,7 +16,7 @@ from steppe.flatteners.optimizer import norms, state
 from steppe.flatteners.optimizer.budget import DEFAULT_BUCKET_BYTES, OptimizerPolicy
 from steppe.flatteners.optimizer.engine import Engine, Wiring, one_device
 from steppe.flatteners.optimizer.pipeline import Task
-from steppe.flatteners.optimizer.rows import Row, check_gradient, check_parameter, flat_like, flat_of, is_dense
+from steppe.flatteners.optimizer.rows import Row, check_gradient, check_parameter, flat_like, flat_of
 from steppe.flatteners.optimizer.schedule import clip_factor, fold
 from steppe.runtime import scopes, sharded
 
@@ -253,7 +253,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         for row, gradient, number in found:
             constants = fold(t=int(row.step) + 1, scale=scale, **settings[number])
             flat = flat_of(row.own)
-            if not is_dense(row.own):
+            if not row.dense:
                 twins.append((row.own, flat))
             tasks.append(Task(row, gradient, flat, constants))
         self._torn = "it did not return"

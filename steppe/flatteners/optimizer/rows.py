@@ -41,6 +41,7 @@ class Row:
         self.parameter = parameter
         self._seen: tuple[int, int, int] | None = None
         self._strides = self.own.stride()
+        self.dense = is_dense(self.own)
         self.entry = {"step": self.step, **{name: self.shaped(getattr(self, name)) for name in reversed(STATE)}}
 
     @torch.no_grad()
@@ -155,7 +156,7 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in the order of the state: the tensor's own memory if it is dense, a row-major copy if not."""
     tensor = tensor.detach()
-    if is_dense(tensor):
+    if tensor.is_contiguous() or is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return tensor.reshape(-1).contiguous()
 
@@ -163,6 +164,8 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
 def flat_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in the order of `like`'s state; a copy where the two are laid out differently."""
     tensor = tensor.detach()
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     if not is_dense(like):
         return tensor.reshape(-1).contiguous()
     if tensor.stride() != like.stride() and tensor.numel() > 1:
@@ -204,14 +207,15 @@ class Probes:
     """A few elements of every parameter, to notice writes that no version counter saw."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[torch.device, torch.dtype], tuple[list[Row], torch.Tensor]] = {}
+        self._samples: dict[tuple[torch.device, torch.dtype, int], tuple[list[Row], torch.Tensor]] = {}
 
     @torch.no_grad()
     def take(self, rows: Iterable[Row]) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
+        groups: dict[tuple[torch.device, torch.dtype, int], list[Row]] = {}
         for row in rows:
             if row.num_elements:
-                groups.setdefault((row.own.device, row.own.dtype), []).append(row)
+                own = row.own
+                groups.setdefault((own.device, own.dtype, min(PROBE, row.num_elements)), []).append(row)
         self._samples = {kind: (members, _sample(members)) for kind, members in groups.items()}
 
     @torch.no_grad()
@@ -225,12 +229,13 @@ class Probes:
 
 
 def _sample(rows: Sequence[Row]) -> torch.Tensor:
-    """[rows, PROBE] bits of evenly spread elements; short tensors repeat theirs."""
+    """[rows, elements] bits of evenly spread elements, PROBE of each tensor (all of a shorter one)."""
     words = {2: torch.int16, 4: torch.int32}
-    picked = []
-    for row in rows:
-        flat = flat_of(row.own)
-        few = flat[:: max(1, flat.numel() // PROBE)][:PROBE]
-        picked.append(few if few.numel() == PROBE else few[torch.arange(PROBE, device=few.device) % few.numel()])
-    stacked = torch.stack(picked)
+    stacked = torch.stack([_few(row) for row in rows])
     return stacked.view(words[stacked.element_size()])
+
+
+def _few(row: Row) -> torch.Tensor:
+    own, count = row.own.detach(), row.num_elements
+    flat = own if row.dense else flat_of(own)
+    return flat.as_strided((min(PROBE, count),), (max(1, count // PROBE),), flat.storage_offset())
