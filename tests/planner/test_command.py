@@ -163,3 +163,14 @@ def test_planning_a_large_sweep_stays_quick(capsys: pytest.CaptureFixture[str]) 
     start = time.process_time()
     run(capsys, "plan", "deepseek-v3", "--seq-len", "128K", "--ranks", "64,512", "--device-memory", "141GB")
     assert time.process_time() - start < 5
+
+
+def test_a_calibrated_machine_replaces_the_priors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = tmp_path / "machine.toml"
+    machine.write_text("[machine]\ndevice_memory_bytes = 64000000000\nto_host_rate = 4e9\nto_device_rate = 4e9\n")
+    args = ["plan", "qwen3-30b-a3b", "--seq-len", "1M", "--ranks", "16", "--machine", str(machine)]
+    _, out, _ = run(capsys, *args)
+    assert "57.60 GiB each" in out  # 64 GB less the 2 GiB that stay free
+    assert "the link moves 4.0 GB/s, below the 16 GB/s it takes" in out
+    _, out, _ = run(capsys, *args, "--link", "50GB/s")  # what is given wins over what was measured
+    assert "the link moves" not in out
