@@ -86,13 +86,14 @@ def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, run_dest: Ints) -> Ints:
     """Rows of each run at each source [E_p, Q]: the natives' counts less what moved away, and what moved in."""
     ranks = plan.num_ranks
     rows = np.zeros((ranks, len(run_dest)), np.int64)
-    natives = np.add.reduceat(counts, np.arange(0, plan.num_experts, plan.num_native), axis=1)
+    wide = counts.reshape(-1, plan.num_native).astype(np.float64)  # float64 sums of integers below 2**53 are exact
+    natives = (wide @ np.ones(plan.num_native)).astype(np.int64).reshape(ranks, ranks)
     moved = np.flatnonzero(plan.owner != plan.dest)
     if len(moved):
         overlap = _rows_of_pieces(counts, plan, moved)
         away = np.zeros((len(moved), ranks))
         away[np.arange(len(moved)), plan.owner[moved]] = 1
-        natives -= (overlap @ away).astype(np.int64)  # float64 sums of integers below 2**53 are exact
+        natives -= (overlap @ away).astype(np.int64)
         heads = np.flatnonzero(np.diff(run[moved], prepend=-1))
         rows[:, run[moved[heads]]] = np.add.reduceat(overlap, heads, axis=1)
     rows[:, np.searchsorted(run_dest, np.arange(ranks))] = natives
@@ -233,7 +234,7 @@ def _edges(layout: Layout, run_rows: Ints, runs: slice | NDArray[np.intp]) -> In
 def _experts_of_chunks(length: Ints, group: list[int], first: Ints) -> list[list[tuple[int, int, int]]]:
     """(place in its group, first row, end row) of every expert with rows in each chunk, from rows [n, P_own]."""
     stop = length.cumsum(axis=1)
-    chunk, piece = np.nonzero(length)
+    chunk, piece = np.divmod(np.flatnonzero(length > 0), length.shape[1])
     place = piece - first[np.asarray(group)[chunk]]
     table: list[list[tuple[int, int, int]]] = [[] for _ in group]
     ends = stop[chunk, piece]
@@ -245,9 +246,10 @@ def _experts_of_chunks(length: Ints, group: list[int], first: Ints) -> list[list
 def _merge(start: Ints, length: Ints) -> Ranges:
     """The non-empty (start, length) of each chunk in order, neighbours that touch made one. Inputs are [n, ...]."""
     chunks = len(length)
-    flat = length.reshape(chunks, -1)
-    chunk, at = np.nonzero(flat)
-    begin, rows = start.reshape(chunks, -1)[chunk, at], flat[chunk, at]
+    flat = length.reshape(-1)
+    at = np.flatnonzero(flat > 0)
+    chunk = at // (flat.size // chunks)
+    begin, rows = start.reshape(-1)[at], flat[at]
     opens = np.ones(len(chunk), bool)
     opens[1:] = (begin[1:] != begin[:-1] + rows[:-1]) | (chunk[1:] != chunk[:-1])
     heads = np.flatnonzero(opens)
