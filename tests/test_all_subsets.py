@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 ROWS, LENGTH, STEPS, LR = 4, 24, 3, 0.02
 SUBSETS = [s for n in range(5) for s in itertools.combinations(NAMES, n)]
-SMALL = {"dispatch": {"chunk_tokens": 7}, "optimizer": {"bucket_bytes": 4096}}
+SMALL = {"dispatch": {"chunk_tokens": 7}, "boundary": {"min_bytes": 0}, "optimizer": {"bucket_bytes": 4096}}
 MESHES = {1: [{}], 2: [{"expert": 2, "vocab": 2}, {"expert": 1, "vocab": 1}], 4: [{"expert": 2, "vocab": 4}]}
 
 
@@ -58,13 +58,11 @@ def _flattened(
     model = toy_model(family).train()
     shape = MeshShape(world=world_size, **sizes)
     flattened = flatten_peaks(model, _policies(names), mesh=shape)
-    if "boundary" not in names:
-        model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else None
     optimizer = flattened.optimizer(LR, weight_decay=0.1)
     own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     group = collectives.world()
     found = _losses_and_gradients(model, own, optimizer, lambda loss: collectives.all_reduce(loss, group))
-    assert flattened.stats().keys() == set(names)
+    assert flattened.stats().keys() >= set(names)
     flattened.detach()
     return found
 
