@@ -154,28 +154,28 @@ def over_ranks(tokens: int, chunk: int) -> tuple[LayerShape, DispatchPolicy]:
     return LayerShape(tokens, 4, 32, 4, 512, 256, 4, 3 * 512 * 256, 4), DispatchPolicy(chunk_tokens=chunk)
 
 
-def check_over_ranks(tokens: int, chunk: int) -> None:
-    """Every rank's peak is the formula's; <= 25 % of plain when balanced, <= 10 % of its hot rank at 95/1."""
+def check_over_ranks(tokens: int, chunk: int) -> tuple[int, int, int]:
+    """Every rank's peak is the formula's for both profiles; gives the worst, plain's when balanced and its hot rank's."""
     shape, policy = over_ranks(tokens, chunk)
-    results = run_ranks(on_ranks.peaks, 4, shape, ["balanced", "95/1"], policy, timeout_s=200.0)
-    # The upstream gradient is made outside of the measured step.
+    results = run_ranks(on_ranks.peaks, 4, shape, ["balanced", "95/1"], policy, timeout_s=240.0)
     held = cost(shape, policy)
-    formula, slots = held.peak_bytes - held.tile - tokens * shape.hidden * 4, held.spill
+    formula = held.peak_bytes - held.tile - tokens * shape.hidden * 4  # the upstream gradient is made outside
     why = "the tile (a chunk that is not full needs a smaller one), int32 indices of a chunk, tables"
     for rank in results:
         for flat, _ in rank:
             assert_peak(flat, formula, held.tile + 2**17, why)
         assert abs(rank[0][0] - rank[1][0]) <= held.tile
     balanced, hot = (max(rank[i][1] for rank in results) for i in (0, 1))
-    worst = max(flat for rank in results for flat, _ in rank)
-    assert worst <= 0.25 * balanced + slots * (tokens < 16_384), (worst / MiB, balanced / MiB)
-    assert worst <= 0.10 * hot + slots * (tokens < 16_384), (worst / MiB, hot / MiB)
+    return max(flat for rank in results for flat, _ in rank), balanced, hot
 
 
-def test_over_ranks_the_peak_is_the_budgets_and_a_fraction_of_plain_expert_parallelism() -> None:
-    check_over_ranks(tokens=1024, chunk=64)
+def test_over_ranks_the_peak_is_the_budgets_whatever_the_routing() -> None:
+    worst, _, hot = check_over_ranks(tokens=512, chunk=32)
+    assert worst < hot / 2
 
 
 @pytest.mark.slow
-def test_over_ranks_at_the_anchors_size() -> None:
-    check_over_ranks(tokens=16_384, chunk=1024)
+def test_over_ranks_the_peak_is_a_quarter_of_plain_and_a_tenth_of_its_hot_rank() -> None:
+    worst, balanced, hot = check_over_ranks(tokens=16_384, chunk=1024)
+    assert worst <= 0.25 * balanced, (worst / MiB, balanced / MiB)
+    assert worst <= 0.10 * hot, (worst / MiB, hot / MiB)
