@@ -135,6 +135,7 @@ def attach_all(model: Any, policies: Mapping[str, Any], meshes: Meshes | None = 
     try:
         for name, policy in wanted.items():
             _attach(flattened, name, half(name, "attach"), policy, meshes)
+        _introduce(flattened.attached.values())
     except BaseException:
         flattened.detach()
         raise
@@ -153,6 +154,14 @@ def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, me
         flattened.later[name] = policy
     else:
         flattened.attached[name] = module.attach(flattened.model, policy, mesh)
+
+
+def _introduce(handles: Iterable[Any]) -> None:
+    """Tell whoever depends on it (`ties_pinned`) that another one pins the router's top-k across a recompute."""
+    pinned = any(getattr(handle, "pins_topk", False) for handle in handles)
+    for handle in handles:
+        if hasattr(handle, "ties_pinned"):
+            handle.ties_pinned = pinned
 
 
 def mesh_of(module: ModuleType, meshes: Meshes | None) -> Any | None:

@@ -22,7 +22,7 @@ class Side:
     """What a number of steps of one program showed on this rank."""
 
     results: list[StepResult] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, clipped
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, before clipping
     reports: dict[int, Any] = field(default_factory=dict)  # the profiler's, by step
     stats: dict[str, Any] = field(default_factory=dict)
     signals: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def run_side(
     `after` gets the live trainer at the end (to save a checkpoint, say). Raises what the trainer raises.
     """
     trainer, side = Trainer(config, device=device), Side()
-    hook = _keep_first_gradients(trainer, side)
+    trainer.before_update = lambda: _keep_gradients(trainer, side)
     for step in range(steps):
         if step in METERED:
             with profile(trainer.model, trainer.optimizer) as report:
@@ -70,7 +70,7 @@ def run_side(
         else:
             result = trainer.step(keep_token_losses=True)
         side.results.append(result)
-        hook.remove()
+        trainer.before_update = None
         on_step(result)
     side.stats, side.signals = trainer.flattened.stats(), trainer.flattened.diagnose()
     after(trainer)
@@ -78,12 +78,8 @@ def run_side(
     return side
 
 
-def _keep_first_gradients(trainer: Trainer, side: Side) -> Any:
-    """Copy the (sharded, clipped) gradients at the first update."""
-
-    def keep(*_: object) -> None:
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.grad is not None:
-                side.gradients[name] = parameter.grad.detach().clone()
-
-    return trainer.optimizer.register_step_pre_hook(keep)
+def _keep_gradients(trainer: Trainer, side: Side) -> None:
+    """Copy the (sharded) gradients before anybody clips them."""
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.grad is not None:
+            side.gradients[name] = parameter.grad.detach().clone()

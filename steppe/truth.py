@@ -21,7 +21,7 @@ LARGEST_BYTES = 2 * 2**30  # of the float64 program's scores and logits; a large
 
 @dataclass(frozen=True)
 class Truth:
-    """Loss and (clipped) gradients of the first step in float64, over all ranks' micro-batches."""
+    """Loss and gradients of the first step in float64, over all ranks' micro-batches."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
@@ -56,14 +56,7 @@ def first_step(config: RunConfig) -> Truth | None:
         part.total.backward()
         loss += part.cross_entropy.item()
     loss_function.detach()
-    return Truth(loss, _clipped(model, config.train.clip))
-
-
-def _clipped(model: torch.nn.Module, largest: float) -> dict[str, torch.Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    factor = min(1.0, largest / norm) if largest else 1.0
-    return {name: g * factor for name, g in gradients.items()}
+    return Truth(loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def distance(side: Side, truth: Truth) -> dict[str, float]:

@@ -7,6 +7,7 @@ instance, with `lm_head.forward` the identity, so that projection and loss are o
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -202,7 +203,8 @@ def _bound(
         loss = inner(logits, labels, vocab_size, num_items_in_batch=num_valid, shift_labels=labels)
         values.append(loss.detach().clone())  # transformers adds the auxiliary loss in place
         if keep_tokens:
-            tokens.append(inner.token_losses(logits.detach(), labels))
+            # A profiled model's loss is wrapped in its region.
+            tokens.append(inspect.unwrap(inner).token_losses(logits.detach(), labels))  # type: ignore[attr-defined]
         return loss
 
     model.loss_function = bound

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Trainer:
         self.data = RowSource(config, self.store, rank=self.rank, world=self.world)
         self.working_set = WorkingSet(config.tokens_per_rank)
         self.next_step = 0
+        self.before_update: Callable[[], None] | None = None  # called when all gradients are there, before clipping
         self._make()
 
     def _make(self) -> None:
@@ -172,6 +173,8 @@ class Trainer:
     def _update(self) -> tuple[float, float]:
         """Clip, update, and take the gradients off."""
         optimizer, clip = self.optimizer, self.config.train.clip
+        if self.before_update is not None:
+            self.before_update()
         rate = learning_rate(self.next_step, self.config.train)
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -58,6 +58,11 @@ class SCO:
         self._undo: list[Callable[[], object]] = []
         self._paused = False
 
+    @property
+    def pins_topk(self) -> bool:
+        """Whether a recompute gets the router's choices from the forward."""
+        return self.policy.pin_topk
+
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `fn(*args, **kwargs)`; in backward it is recomputed and its tensors come back from the host.
 
