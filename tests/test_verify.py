@@ -73,8 +73,6 @@ def test_all_four_are_as_near_to_float64_as_the_plain_program(world_size: int, t
     assert found["max_grad_rel_err"] <= 2 * truth["plain"]["max_grad_rel_err"] + band
     assert found["max_abs_loss_diff"] > 0.0, "reordered sums leave a trace: without one the two sides were one program"
     assert not [signal for signal in found["signals"] if "pinned" in signal], "SCO pins the router's ties"
-    for peak in ("dispatch", "vocab"):
-        assert found["flattened"]["peaks"][peak] < found["plain"]["peaks"][peak]
     assert found["flattened"]["peaks"]["optimizer"] < found["plain"]["peaks"]["optimizer"]
 
 
