@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steppe.core.ledger import OWNERS, PEAKS, STEP, Entry, Ledger, Moment
@@ -230,6 +230,7 @@ _entries = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(_entries, max_size=8), _entries)
 def test_the_peak_never_falls_when_an_entry_is_added(entries: list[Entry], more: Entry) -> None:
     before, after = Ledger.from_entries(entries), Ledger.from_entries([*entries, more])
@@ -238,6 +239,7 @@ def test_the_peak_never_falls_when_an_entry_is_added(entries: list[Entry], more:
     assert all(after.peaks[owner] >= size for owner, size in before.peaks.items())
 
 
+@settings(deadline=None, max_examples=200)
 @given(
     tokens=st.sampled_from([1024, 4096, 16_384, 65_536]),
     layers=st.integers(1, 8),
