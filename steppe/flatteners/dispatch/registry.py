@@ -11,6 +11,7 @@ under activation checkpointing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def register(
         return pipelined_llep(hidden_states, top_k_index, top_k_weights, read(_as_it_is), session=session)
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
-    _register_expert_parallel(name, policy, pool)
+    if find_spec("transformers.distributed.expert_parallel") is not None:  # transformers 5.23 and later
+        _register_expert_parallel(name, policy, pool)
     return pool
 
 

@@ -155,7 +155,7 @@ def over_ranks(tokens: int, chunk: int) -> tuple[LayerShape, DispatchPolicy]:
 
 
 def check_over_ranks(tokens: int, chunk: int) -> tuple[int, int, int]:
-    """Every rank's peak is the formula's for both profiles; gives the worst, plain's when balanced and its hot rank's."""
+    """Every rank's peak is the formula's for both profiles; gives the worst one, and plain's balanced and hot ones."""
     shape, policy = over_ranks(tokens, chunk)
     results = run_ranks(on_ranks.peaks, 4, shape, ["balanced", "95/1"], policy, timeout_s=240.0)
     held = cost(shape, policy)
