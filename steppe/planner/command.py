@@ -52,6 +52,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="devices W (%(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks (%(default)s)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks (%(default)s)")
+    parser.add_argument("--etp", type=int, default=1, help="tensor parallel ranks of an expert (%(default)s)")
     parser.add_argument("--parameters", type=float, help="parameters of the model, where the config doesn't tell them")
     parser.add_argument("--json", action="store_true", help="print JSON instead of sentences")
 
@@ -136,6 +137,11 @@ def _explained_shape(args: argparse.Namespace) -> RunShape:
     if args.parameters is not None:
         more = round(args.parameters) - total_parameters(model)
         model = replace(model, extra_parameters=model.extra_parameters + more)
+    if args.etp < 1 or model.expert_width % args.etp:
+        raise ConfigError(
+            "--etp", got=args.etp, allowed=f"a divisor of the expert width {model.expert_width}", remedy="check it"
+        )
+    model = replace(model, expert_width=model.expert_width // args.etp)
     return RunShape(model, _batch(args), mesh, MachineShape(), _dtypes(args), args.attention)
 
 

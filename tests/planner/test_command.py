@@ -174,3 +174,15 @@ def test_a_calibrated_machine_replaces_the_priors(capsys: pytest.CaptureFixture[
     assert "the link moves 4.0 GB/s, below the 16 GB/s it takes" in out
     _, out, _ = run(capsys, *args, "--link", "50GB/s")  # what is given wins over what was measured
     assert "the link moves" not in out
+
+
+def test_other_stacks_words_describe_their_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """modelscope/ms-swift#9403, in its own words; with experts cut in two, half of it."""
+    asked = ["qwen3-235b-a22b", "--seq-len", "4096", "--ranks", "64", "--tp", "4", "--pp", "2", "--ep", "8"]
+    _, out, _ = run(capsys, "explain", "26.44 GiB", *asked)
+    assert "47 blocks x 16 local experts x 3 x H 4,096 x I 1,536, 2 bytes" in out
+    _, out, _ = run(capsys, "explain", "13.22 GiB", *asked, "--etp", "2")
+    assert "x I 768, 2 bytes" in out
+    code, _, err = run(capsys, "explain", "13.22 GiB", *asked, "--etp", "5")
+    assert code == 2
+    assert "a divisor of the expert width 1536" in err
