@@ -57,6 +57,18 @@ def test_ranks_without_tokens_and_more_choices_than_natives_are_exact() -> None:
     check(4, [(few, False), (few, True), (none, True), (Case(tokens=(1, 1, 1, 1), routing="95/1"), False)])
 
 
+def test_tight_caps_minimum_rows_and_one_full_rank_are_exact() -> None:
+    tight = {"max_load": 1.0, "switch_ratio": 1.0}
+    cases = [
+        Case(tokens=(0, 0, 0, 90), routing="95/1", **tight),
+        Case(tokens=(90, 1, 0, 1), routing="first_rank", experts=32, **tight),
+        Case(tokens=TOKENS[4], routing="95/4", min_rows=9, **tight),
+        Case("gpt_oss", tokens=(0, 0, 0, 90), routing="all_to_one", chunk_tokens=1, spill_slots=4, **tight),
+        Case(tokens=(5, 6, 7, 8), routing="random", chunk_tokens=500, **tight),
+    ]
+    check(4, [(case, index % 2 == 0) for index, case in enumerate(cases)], hazards=True)
+
+
 def test_48_equally_hot_experts_pass_through_two_slots_and_home_once() -> None:
     case = Case(tokens=(30,) * 4, experts=96, choices=4, routing="first_rank", chunk_tokens=4)
     wide = Case(tokens=(30,) * 4, experts=96, choices=4, routing="first_rank", chunk_tokens=4, spill_slots=4)
