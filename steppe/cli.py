@@ -82,9 +82,12 @@ def _add_calibrate(commands: _Commands) -> None:
     parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="the TOML file to write (%(default)s)")
 
     def run(args: argparse.Namespace) -> int:
+        from steppe.flatteners.optimizer import rates
+        from steppe.flatteners.optimizer.kernel import load_kernel
         from steppe.runtime import machine
 
-        return machine.calibrate_command(args.out)
+        print(f"AdamW kernel: {load_kernel().name}")
+        return machine.calibrate_command(args.out, update=rates.kernel_seconds)
 
     parser.set_defaults(run=run)
 

@@ -4,7 +4,7 @@ Each flattener's `attach.py` gives `attach(model, policy, mesh)`, `conflicts(*li
 attaches has `detach()` and `stats()`. A module may say more about itself, and only then is it asked:
 
 * `MESH = (size, axes)`: the group size of MeshShape whose mesh of two axes it wants, and the axes' names;
-* `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them;
+* `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them, `groups` of them and its `share` of the node;
 * `attach_plain(model, mesh)`: what the plain program does with a group of more than one rank.
 
 A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(axis, **options)` (it shards some itself,
@@ -75,7 +75,9 @@ class Flattened:
         given = [dict(group) for group in groups] if groups is not None else None
         with scopes.label("optimizer"):
             for name, policy in list(self.later.items()):
-                handle = half(name, "attach").attach(self.model, policy, None, groups=given, lr=lr, **settings)
+                share = (0, 1) if self.meshes is None else self.meshes.node_share
+                module = half(name, "attach")
+                handle = module.attach(self.model, policy, None, groups=given, share=share, lr=lr, **settings)
                 self.attached[name] = handle
                 del self.later[name]
             if (attached := self.offers("optimizer")) is not None:

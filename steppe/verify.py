@@ -16,10 +16,10 @@ from steppe.core.policy import OFF
 from steppe.core.units import format_bytes
 from steppe.runtime import collectives
 from steppe.runtime.collectives import Group
+from steppe.runtime.sharded import local
 from steppe.sides import Side, ignore, run_side
 from steppe.training.config import RunConfig
 from steppe.training.loop import StepResult, Trainer
-from steppe.training.optimizer import local
 from steppe.truth import distance, first_step
 
 

@@ -10,6 +10,7 @@ left out.
 from __future__ import annotations
 
 import datetime
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +49,13 @@ def global_rank(group: Group, group_rank: int) -> int:
 def new_group(ranks: Sequence[int]) -> Group:
     """A process group of these global ranks; every rank of the world must call this, in the same order."""
     return dist.new_group(list(ranks))
+
+
+def node_share(group: Group) -> tuple[int, int]:
+    """(this rank's place among the group's ranks on its node, their number), by host name; one gather at set-up."""
+    names = all_gather_object(socket.gethostname(), group)
+    here = [r for r, name in enumerate(names) if name == names[rank(group)]]
+    return here.index(rank(group)), len(here)
 
 
 class Pending:

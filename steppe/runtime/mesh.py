@@ -26,6 +26,7 @@ class Meshes:
     shape: MeshShape
     device_type: str
     dense: DeviceMesh | None
+    node_share: tuple[int, int] = (0, 1)  # this rank's place among its node's ranks, and their number
     made: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
 
     def of(self, size: str, axes: tuple[str, str]) -> DeviceMesh | None:
@@ -62,4 +63,4 @@ def make_meshes(shape: MeshShape | None, device: torch.device) -> Meshes:
             remedy="start that many ranks (torchrun --nproc-per-node), or give their number in the mesh",
         )  # fmt: skip
     dense = None if world is None else init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DENSE_AXIS,))
-    return Meshes(shape, device.type, dense)
+    return Meshes(shape, device.type, dense, collectives.node_share(world))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from steppe.runtime import collectives
+from steppe.runtime.sharded import local, replicas
 from steppe.training.config import TrainConfig
 
 _PIECE = 1 << 20  # elements that are widened to float64 at a time
@@ -42,11 +42,6 @@ def plain_adamw(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     return optimizer
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's own part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def gradient_norm(parameters: Iterable[nn.Parameter], group: collectives.Group) -> torch.Tensor:
     """The global two-norm of all gradients, a float64 scalar, the same on all ranks.
 
@@ -72,21 +67,10 @@ def _square_sum(gradient: torch.Tensor) -> torch.Tensor:
     for piece in _pieces(own):
         wide = piece.double()
         total += torch.dot(wide, wide)
-    return total / _replicas(gradient)
+    return total / replicas(gradient, collectives.world())
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), _PIECE):
         yield flat[start : start + _PIECE]
-
-
-def _replicas(gradient: torch.Tensor) -> int:
-    """How many ranks hold the very same part."""
-    if not isinstance(gradient, DTensor):
-        return collectives.size(collectives.world())
-    mesh, copies = gradient.device_mesh, collectives.size(collectives.world())
-    for axis, placement in enumerate(gradient.placements):
-        if not placement.is_replicate():
-            copies //= mesh.size(axis)
-    return copies

@@ -114,3 +114,12 @@ def test_the_crew_reports_the_failing_rank_and_recovers() -> None:
     with pytest.raises(RankFailure, match="the words of rank one"):
         run_ranks(_raise_on_one, 2)
     run_ranks(_reductions, 2)
+
+
+def _share(rank: int, world_size: int) -> tuple[int, int]:
+    return collectives.node_share(collectives.world())
+
+
+def test_ranks_of_one_node_share_it_in_their_order() -> None:
+    assert run_ranks(_share, 2) == [(0, 2), (1, 2)]
+    assert collectives.node_share(None) == (0, 1)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from steppe.runtime.meter import Meter
+from steppe.runtime.sharded import local
 from steppe.training import checkpoint
 from steppe.training.config import RunConfig
 from steppe.training.loop import Trainer
-from steppe.training.optimizer import local
 from tests.support.peaks import assert_peak
 from tests.support.ranks import run_ranks
 from tests.training.toys import toy_run

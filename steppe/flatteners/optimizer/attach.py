@@ -35,11 +35,13 @@ class Attached:
 
 def attach(
     model: torch.nn.Module, policy: OptimizerPolicy, mesh: object = None, *,
-    groups: Iterable[Mapping[str, Any]] | None = None, wiring: Wiring | None = None, **settings: Any,
+    groups: Iterable[Mapping[str, Any]] | None = None, wiring: Wiring | None = None, share: tuple[int, int] = (0, 1),
+    **settings: Any,
 ) -> Attached:  # fmt: skip
     """Build the optimizer of a model that is already sharded, and allocate its state at once.
 
-    `groups` are parameter groups, by default all parameters in one; `settings` are lr, betas, eps, weight_decay and
+    `groups` are parameter groups, by default all parameters in one; `share` is this process's (local rank, local ranks)
+    of the node's CPUs; `settings` are lr, betas, eps, weight_decay and
     maximize. The mesh is read off the parameters themselves.
     Raises: ConflictError for the first of `conflicts(model)`; HostMemoryError before anything is allocated.
     """
@@ -47,7 +49,7 @@ def attach(
         [dict(group) for group in groups] if groups is not None else model.parameters(),
         bucket_bytes=policy.bucket_bytes, slots=policy.slots, update=policy.update, max_norm=policy.max_norm,
         overlap_backward=policy.overlap_backward, threads=policy.threads, streams=policy.streams, numa=policy.numa,
-        wiring=wiring, **settings,
+        wiring=wiring or Wiring(share=share), **settings,
     )  # fmt: skip
     for conflict in conflicts(model, optimizer):
         raise ConflictError("OffloadStreamAdamW", got=conflict.what, allowed="no such pair", remedy=conflict.remedy)
