@@ -14,7 +14,8 @@ from steppe.core.units import format_bytes
 from steppe.flatteners import NAMES
 from steppe.training import config as configs
 from steppe.training.config import RunConfig
-from steppe.training.ranks import Place, on_this_rank, start_ranks
+from steppe.training.ranks import Place, count_of, on_this_rank, start_ranks
+from steppe.training.tables import check_keys
 
 PROFILED_STEPS = 3
 
@@ -28,8 +29,9 @@ def on_ranks(
     _check(config, args)
     place = Place.of(environment)
     if place is None:
-        config.launch.mesh(args.ranks)
-        start_ranks(sys.argv[1:], args.ranks or config.launch.ranks)
+        ranks = count_of(args.ranks, config.launch.ranks)
+        config.launch.mesh(ranks)
+        start_ranks(sys.argv[1:], ranks)
         return 0
 
     def inside(device: Any) -> int:
@@ -41,7 +43,8 @@ def on_ranks(
 
 def _flattened(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     """The run with `--flatten NAME,...` switched on with their default policies."""
-    names = [name for name in (getattr(args, "flatten", None) or "").split(",") if name]
+    names = [name for word in (getattr(args, "flatten", None) or "").split(",") if (name := word.strip())]
+    check_keys(dict.fromkeys(names), NAMES, "--flatten")
     return config.with_flatten(**{name: configs.policy_class(name)() for name in names})
 
 
@@ -81,6 +84,7 @@ def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
         first, steady = worst["first"].device_peak_bytes, worst["ledger"].device_peak_bytes
         print(f"\nrank {worst['rank']} holds most: {format_bytes(steady)} in the steady step, ", end="")
         print(f"{format_bytes(first)} in step 1")
+        print("\n".join(report.advice()))
 
 
 def verify(config: RunConfig, args: argparse.Namespace, device: Any) -> None:

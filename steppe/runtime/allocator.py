@@ -161,3 +161,8 @@ def _caching_allocator_peak(fn: Callable[[], _R], device: torch.device) -> Alloc
     result = fn()
     torch.accelerator.synchronize(device)
     return AllocatorPeak(result, torch.accelerator.max_memory_allocated(device), base_bytes)
+
+
+def accelerator_memory_bytes(device: torch.device) -> int | None:
+    """All memory of a CUDA device; None elsewhere, where torch doesn't tell."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -99,10 +100,7 @@ def load(trainer: Saveable, directory: Path) -> Manifest:
     Exactness: bitwise, on any number of ranks. Raises: CheckpointError on all ranks, with nothing changed.
     """
     group, rank = trainer.group, collectives.rank(trainer.group)
-    try:
-        found = together(lambda: _checked(trainer, directory, rank, collectives.size(group)), group)
-    except CheckpointError as failure:
-        raise _offering(failure, directory) from failure
+    found = together(lambda: _checked(trainer, directory, rank, collectives.size(group)), group)
     dcp.load(state_of(trainer), storage_reader=dcp.FileSystemReader(directory), process_group=group)  # type: ignore[arg-type]
     if hasattr(trainer.optimizer, "refresh_masters"):
         trainer.optimizer.refresh_masters()
@@ -132,15 +130,26 @@ def set_aside(root: Path, after_step: int) -> None:
 
 
 def _checked(trainer: Saveable, directory: Path, rank: int, world: int) -> Manifest:
-    found = Manifest.read(directory)
+    with _offering_another(directory):
+        found = Manifest.read(directory)
+    # Of another run: an older checkpoint would be refused like this one.
     manifests.check_keys(directory, found.keys, describe(state_of(trainer)))
     manifests.check_identity(directory, found.identity, trainer.identity())
-    manifests.verify_files(directory, found, rank, world)
+    with _offering_another(directory):
+        manifests.verify_files(directory, found, rank, world)
     return found
 
 
+@contextmanager
+def _offering_another(directory: Path) -> Iterator[None]:
+    """Damage is refused with the newest other checkpoint that is whole as its remedy."""
+    try:
+        yield
+    except CheckpointError as failure:
+        raise _offering(failure, directory) from failure
+
+
 def _offering(failure: CheckpointError, directory: Path) -> CheckpointError:
-    """The same refusal, with the newest other checkpoint that is whole as its remedy."""
     for other in reversed(committed(directory.parent)):
         if other.name < directory.name and _is_whole(other):
             remedy = f'set output.resume = "{other.name}", the previous checkpoint, which is intact'

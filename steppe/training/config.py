@@ -90,6 +90,7 @@ class LaunchConfig:
     expert: int = 1  # E_p, ranks that share the experts
     vocab: int = 1  # P, ranks that share the vocabulary
     timeout_s: float = 300.0  # of a collective: a lost rank ends the job within it
+    device_memory: str = ""  # "80GB": refuse before step 1 what is predicted not to fit; empty: the accelerator's own
 
     def mesh(self, ranks: int | None = None) -> MeshShape:
         """The groups over `ranks` (or the declared number of) ranks. Raises: ConfigError unless they divide."""
@@ -160,6 +161,7 @@ def parse(table: Mapping[str, Any], base: Path | None = None) -> RunConfig:
         if needed not in table:
             raise ConfigError("run file", got=f"no [{needed}]", allowed="[model] and [data]", remedy=f"add [{needed}]")
     parts: dict[str, Any] = {name: build(cls, table.get(name, {}), name) for name, cls in SECTIONS.items()}
+    _check_paths(RunConfig(**parts))
     if base is not None:
         parts["model"] = _rebase(parts["model"], base, config="", weights="random")
         parts["data"] = _rebase(parts["data"], base, path=PYDOC, tokenizer="")
@@ -209,12 +211,21 @@ def _rebase(section: Any, base: Path, **untouched: str | None) -> Any:
     return dataclasses.replace(section, **moved)
 
 
+def _check_paths(config: RunConfig) -> None:
+    """Raises: ConfigError for a path that is written and empty: it would mean the folder of the run.toml."""
+    paths = {"data.path": config.data.path, "output.dir": config.output.dir, "model.weights": config.model.weights}
+    for name, value in paths.items():
+        if not value:
+            raise ConfigError(name, got="an empty path", allowed="a path", remedy=f"name one, or leave {name} out")
+
+
 def _check_numbers(config: RunConfig) -> None:
     positive = {
         "data.seq_len": config.data.seq_len, "train.batch": config.train.batch, "launch.ranks": config.launch.ranks,
         "train.micro_batches": config.train.micro_batches, "train.lr": config.train.lr,
         "train.steps": config.train.steps,
         "output.keep": config.output.keep, "train.eps": config.train.eps, "launch.timeout_s": config.launch.timeout_s,
+        "data.tokenizer_vocab": config.data.tokenizer_vocab,
     }  # fmt: skip
     for name, value in positive.items():
         if value <= 0:

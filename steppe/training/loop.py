@@ -22,6 +22,7 @@ from steppe.runtime.mesh import make_meshes
 from steppe.training import tokens
 from steppe.training.config import RunConfig
 from steppe.training.data import Batch, RowSource, WorkingSet
+from steppe.training.declared import working_set
 from steppe.training.model import build_model, join_sequences, load_model_config, shard
 from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
 from steppe.training.schedule import dropout_seed, learning_rate
@@ -50,7 +51,8 @@ class Trainer:
 
     Peak: that of the plain program, or of what the config's flatteners leave of it.
     Exactness: two Trainers of one config are bitwise equal, step for step.
-    Raises: ConfigError, DataError before anything is built; ConflictError from the flatteners.
+    Raises: ConfigError, DataError, and WorkingSetError for what is predicted not to fit, before anything is built;
+        ConflictError from the flatteners.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Trainer:
         self.device = device or torch.device("cpu")
         config.launch.mesh(self.world)
         self.model_config = load_model_config(config)
+        if (declared := working_set(config, self.model_config, self.world, self.device)) is not None:
+            declared.launch()
         self.store = tokens.prepare(
             config.data, cache or Path(config.output.dir) / "data", self.model_config.vocab_size, self.group
         )

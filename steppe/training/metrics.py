@@ -49,12 +49,12 @@ class MetricsLog:
     def _lines(self) -> Iterator[tuple[int, str]]:
         if not self.path.exists():
             return
-        with self.path.open() as file:
+        with self.path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     yield json.loads(line)["step"], line
                 except (ValueError, KeyError, TypeError):
-                    return  # cut short by a kill: nothing behind it is whole
+                    continue  # cut short by a kill, or not ours: the whole lines beside it stay
 
 
 def record(result: StepResult, device: torch.device) -> dict[str, Any]:

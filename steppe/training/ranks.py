@@ -48,6 +48,13 @@ class Place:
         return cls(rank, world, local_rank, local_world, _ERROR_FILE in environment)
 
 
+def count_of(asked: int | None, declared: int) -> int:
+    """How many ranks to start: those asked for with --ranks, else the declared ones. Raises: ConfigError."""
+    if asked is not None and asked < 1:
+        raise ConfigError("--ranks", got=asked, allowed="1 or more", remedy="--ranks 1, or leave it out")
+    return declared if asked is None else asked
+
+
 def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli") -> None:
     """Run `steppe <arguments>` (or another module's main) on so many ranks here, through torch's elastic agent.
 
@@ -56,8 +63,6 @@ def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli"
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if ranks < 1:
-        raise ConfigError("ranks", got=ranks, allowed="1 or more", remedy="--ranks 1")
     settings = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=f"steppe-{os.getpid()}", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, local_addr="localhost",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -69,7 +70,18 @@ def convert(value: object, hint: Any, where: str) -> Any:
     if plain is Any or not isinstance(plain, type):
         return value
     if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
-        raise _wrong(value, getattr(plain, "__name__", str(plain)), where)
+        raise _wrong(value, plain, where)
+    return _in_range(value, where)
+
+
+def _in_range(value: Any, where: str) -> Any:
+    """Raises: ConfigError for numbers that TOML can write and no setting means, and for text that no path holds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(where, got=value, allowed="a finite number", remedy="leave the key out for its default")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(where, got=value, allowed="64-bit whole numbers", remedy="choose a smaller number")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(where, got=repr(value), allowed="text without NUL characters", remedy="remove the NUL")
     return value
 
 
@@ -79,7 +91,7 @@ def _one_of(value: object, options: tuple[Any, ...], where: str) -> Any:
             return convert(value, option, where)
         except ConfigError:
             continue
-    raise _wrong(value, " or ".join(getattr(o, "__name__", str(o)) for o in options), where)
+    raise _wrong(value, " or ".join(dict.fromkeys(_in_words(o) for o in options)), where)
 
 
 def _choice(value: object, options: tuple[Any, ...], where: str) -> Any:
@@ -100,9 +112,25 @@ def _tuple(values: typing.Sequence[object], args: tuple[Any, ...], where: str) -
     return tuple(convert(value, arg, f"{where}[{i}]") for i, (value, arg) in enumerate(zip(values, args)))
 
 
-def _wrong(value: object, allowed: str, where: str) -> ConfigError:
-    names = {"str": "text in quotes", "int": "a whole number", "bool": "true or false", "float": "a number"}
+def _wrong(value: object, allowed: Any, where: str) -> ConfigError:
     return ConfigError(
-        where, got=f"{value!r} ({type(value).__name__})", allowed=names.get(allowed, allowed),
-        remedy="change the value's type",
+        where, got=f"{value!r} ({type(value).__name__})",
+        allowed=allowed if isinstance(allowed, str) else _in_words(allowed), remedy="change the value's type",
     )  # fmt: skip
+
+
+_WORDS = {
+    "str": "text in quotes", "int": "a whole number", "bool": "true or false", "float": "a number",
+    "tuple": "a list", "Sequence": "a list", "Mapping": "a table", "dict": "a table", "NoneType": "no such key",
+}  # fmt: skip
+
+
+def _in_words(hint: Any) -> str:
+    """A type as a run.toml writes it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return ", ".join(map(repr, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_in_words, args)))
+    name = getattr(origin or hint, "__name__", str(hint))
+    return _WORDS.get(name, name)

@@ -84,7 +84,7 @@ def _jsonl(path: Path, key: str) -> Iterator[str]:
 def _line(path: Path, number: int, line: str, key: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as failure:
+    except (ValueError, RecursionError) as failure:
         raise unreadable(path, f"line {number}: {failure}", "one JSON object a line") from failure
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
@@ -92,6 +92,10 @@ def _line(path: Path, number: int, line: str, key: str) -> str:
             f"{path}, line {number}", got=f"no text under {key!r}", allowed=f'an object with "{key}": text',
             remedy="set data.text_field to the key that holds the text",
         )  # fmt: skip
+    try:
+        text.encode()  # JSON can write half a surrogate pair, which is no text
+    except UnicodeEncodeError as failure:
+        raise unreadable(path, f"line {number}: {failure}", "text that UTF-8 can hold") from failure
     return text
 
 

@@ -97,8 +97,9 @@ def _name(data: DataConfig) -> str:
 def _build(data: DataConfig, cache: Path) -> None:
     """Write the token file unless it is there; the directory appears whole or not at all."""
     target = cache / _name(data)
-    if (target / "meta.json").exists():
+    if _is_whole(target):
         return
+    shutil.rmtree(target, ignore_errors=True)
     work = cache / f".{target.name}.{os.getpid()}.tmp"
     work.mkdir(parents=True, exist_ok=True)
     try:
@@ -161,6 +162,14 @@ def _read_ids(path: Path, data: DataConfig) -> Ids:
     return raw
 
 
+def _is_whole(target: Path) -> bool:
+    """Whether a token directory holds as many ids as its documents say; what a failed disk left is made again."""
+    try:
+        return bool(len(_open(target).ids) == np.load(target / "ends.npy")[-1])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
+        return False
+
+
 def _open(target: Path) -> TokenStore:
     meta = json.loads((target / "meta.json").read_text())
     tokenizer = target / "tokenizer.json"
@@ -176,7 +185,7 @@ def _open(target: Path) -> TokenStore:
 def _check_vocabulary(store: TokenStore, vocab: int) -> None:
     entries = load_tokenizer(store.tokenizer_file).get_vocab_size() if store.tokenizer_file else store.largest_id + 1
     if entries > vocab:
-        whose = "tokenizer entries" if store.tokenizer_file else "different token ids in the data"
+        whose = "tokenizer entries" if store.tokenizer_file else f"token ids (the largest is {store.largest_id})"
         raise ConfigError(
             "model vocabulary", got=f"{vocab} for {entries} {whose}", allowed=f"at least {entries}",
             remedy=f"set model.shape.vocab_size = {entries} or more, or use a smaller tokenizer",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import steppe
+from steppe.core.ledger import PEAKS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "changelog").glob("*.md"))]
@@ -95,3 +96,17 @@ def test_an_accelerator_counts_only_when_it_is_there() -> None:
         if "current_accelerator()" in path.read_text()
     ]
     assert not careless, careless
+
+
+def test_composer_verifier_and_planner_name_no_flattener() -> None:
+    """What is above the four loops over them: no policy, budget or attach file is reached by a flattener's name."""
+    above = ("compose", "verify", "sides", "truth", "compare", "planner/predict", "planner/search", "planner/plan")
+    named = []
+    for name in above:
+        for node in ast.walk(ast.parse((ROOT / "steppe" / f"{name}.py").read_text())):
+            reached = node.slice if isinstance(node, ast.Subscript) else None
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("half", "policy_class", "policy_from"):
+                reached = node.args[0]
+            if isinstance(reached, ast.Constant) and reached.value in PEAKS:
+                named.append(f"{name}:{node.lineno}")
+    assert not named, named

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from steppe.core.errors import WorkingSetError
 from steppe.runtime.meter import Meter
 from steppe.runtime.sharded import local
 from steppe.training import checkpoint
@@ -59,3 +60,15 @@ def test_the_peak_does_not_depend_on_the_number_of_micro_batches(tmp_path: Path)
         (one, shards), (four, _), (sixteen, _) = peaks
         assert sixteen == four
         assert_peak(four, one, shards, "the gradient shards of the first micro-batch are alive in the second")
+
+
+def _too_large(rank: int, world_size: int, folder: str) -> None:
+    config = toy_run(Path(folder), launch={"ranks": world_size, "device_memory": "100KB"})
+    with pytest.raises(WorkingSetError, match=r"device memory, .* peak at .* too many.*allowed: 97\.7 KiB"):
+        Trainer(config)
+    assert not (Path(folder) / "out").exists(), "nothing is built or written before the refusal"
+    Trainer(config.replace("launch", device_memory="80GB"))
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    run_ranks(_too_large, 1, str(tmp_path))
