@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
-from steppe.core.errors import SteppeError
+from steppe.core.errors import CheckpointError, SteppeError
 from steppe.runtime import collectives
 
 T = TypeVar("T")
@@ -32,6 +35,22 @@ def together(work: Callable[[], T], group: collectives.Group) -> T:
         if text is not None:
             raise RankFailure(f"rank {rank}: {text}") from failure
     return result  # type: ignore[return-value]
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """What fails on the disk under `directory`, or because that is full, is refused with what to do about it."""
+    try:
+        yield
+    except OSError as failure:
+        place = Path(str(failure.filename or "")).absolute()
+        outside = not ({place, *place.parents} & {directory.absolute()} or place in directory.absolute().parents)
+        if outside and failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise CheckpointError(
+            f"writing {directory}", got=f"{failure}", allowed="a directory that can be written, with room",
+            remedy="check output.dir, its permissions and the disk; what was saved is intact",
+        ) from failure  # fmt: skip
 
 
 def on_rank_zero(work: Callable[[], None], group: collectives.Group) -> None:

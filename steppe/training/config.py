@@ -64,6 +64,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    router_bias_rate: float = 0.0  # how far a step moves the biases of auxiliary-loss-free routers; 0: they stay
     seed: int = 0
     dtype: Dtype = "float32"  # the type of the matrix products
     checkpointing: bool = True  # recompute each block in the backward; the plain baseline of SCO
@@ -232,7 +233,8 @@ def _check_numbers(config: RunConfig) -> None:
             raise ConfigError(name, got=value, allowed="more than 0", remedy=f"raise {name}")
     counts = {
         "train.warmup": config.train.warmup, "train.clip": config.train.clip, "train.seed": config.train.seed,
-        "train.weight_decay": config.train.weight_decay, "output.checkpoint_every": config.output.checkpoint_every,
+        "train.weight_decay": config.train.weight_decay, "train.router_bias_rate": config.train.router_bias_rate,
+        "output.checkpoint_every": config.output.checkpoint_every,
         "output.lock_timeout_s": config.output.lock_timeout_s,
     }  # fmt: skip
     for name, value in counts.items():

@@ -98,6 +98,7 @@ class RowSource:
             self._bounds = _whole_rows(store.ends, config.train.batch * config.data.seq_len)
         else:
             self._bounds = _cut_rows(store.num_tokens, config.data.seq_len)
+        _check_labels(store, one_text=config.data.packing == "stream")
 
     @property
     def num_rows(self) -> int:
@@ -155,6 +156,16 @@ def row_of(store: TokenStore, start: int, stop: int, *, one_text: bool = False) 
     inside = where + 1 < ends[document]
     labels[inside] = store.ids[where[inside] + 1]
     return ids, where - np.maximum(begins, start), labels
+
+
+def _check_labels(store: TokenStore, *, one_text: bool) -> None:
+    """Raises: DataError where no token has a next one in its document: every loss would be 0 over 0 labels."""
+    longest = store.num_tokens if one_text else int(np.diff(store.ends, prepend=0).max())
+    if longest < 2:
+        raise DataError(
+            "text", got=f"{len(store.ends)} documents of one token", allowed="a document of two tokens or more",
+            remedy='check data.end_of_document_id, or set data.packing = "stream"',
+        )  # fmt: skip
 
 
 def _cut_rows(num_tokens: int, length: int) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ from steppe.core.errors import CheckpointError
 from steppe.runtime import collectives
 from steppe.training import checkpoint
 from steppe.training import config as configs
-from steppe.training.agreement import on_rank_zero
+from steppe.training.agreement import on_rank_zero, writing
 from steppe.training.config import RunConfig
 from steppe.training.export import export as export_model
 from steppe.training.joblock import JobLock, Parent
@@ -46,6 +46,14 @@ def run_rank(config: RunConfig, device: torch.device, parent: Parent, export: st
     """One rank of the job from start to end, inside its process group."""
     output, group = Path(config.output.dir), collectives.world()
     progress = Progress(shown=collectives.rank(group) == 0, steps=config.train.steps)
+    with writing(output):
+        return _run_locked(config, device, parent, export, progress)
+
+
+def _run_locked(
+    config: RunConfig, device: torch.device, parent: Parent, export: str | Path | None, progress: Progress
+) -> int:
+    output, group = Path(config.output.dir), collectives.world()
     lock = JobLock(output, group, config.output.lock_timeout_s)
     try:
         progress.say(f"preparing text and model on {collectives.size(group)} ranks, output in {output}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from steppe.compose import attach_all
-from steppe.core.errors import SteppeError
+from steppe.core.errors import ConfigError, SteppeError
 from steppe.core.policy import OFF
 from steppe.integrations import transformers as hf
 from steppe.runtime import collectives, scopes
@@ -89,6 +89,11 @@ class Trainer:
         shard(self.flattened, config, self.device)
         with scopes.label("optimizer"):
             self.optimizer = self._make_optimizer()
+        if config.train.router_bias_rate and self.flattened.offers("update_router_bias") is None:
+            raise ConfigError(
+                "train.router_bias_rate", got=config.train.router_bias_rate, allowed="0 where nobody counts routes",
+                remedy='set dispatch = "on" under [flatten], or router_bias_rate = 0',
+            )  # fmt: skip
 
     def _policies(self) -> dict[str, Any]:
         """The config's, with the run's clipping handed to the optimizer that clips by itself."""
@@ -191,4 +196,6 @@ class Trainer:
         with scopes.label("optimizer"):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if self.config.train.router_bias_rate:
+            self.flattened.offers("update_router_bias")(self.config.train.router_bias_rate, group=self.group)
         return float(optimizer.grad_norm if norm is None else norm), rate

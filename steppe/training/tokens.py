@@ -17,7 +17,7 @@ import numpy.typing as npt
 from steppe.core.errors import ConfigError, DataError
 from steppe.runtime import collectives
 from steppe.training import text
-from steppe.training.agreement import on_rank_zero
+from steppe.training.agreement import on_rank_zero, writing
 from steppe.training.config import DataConfig
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -45,7 +45,8 @@ def prepare(data: DataConfig, cache: Path, vocab: int, group: collectives.Group)
     Peak: one document and its tokens at a time on the host, whatever the size of the text.
     Raises: DataError for text or tokens that can't be used; ConfigError for a vocabulary that is too small.
     """
-    on_rank_zero(lambda: _build(data, cache), group)
+    with writing(cache):
+        on_rank_zero(lambda: _build(data, cache), group)
     store = _open(cache / _name(data))
     _check_vocabulary(store, vocab)
     return store

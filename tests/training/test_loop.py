@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from steppe.core.errors import WorkingSetError
+from steppe.core.errors import ConfigError, WorkingSetError
 from steppe.training import checkpoint
-from steppe.training.config import RunConfig
+from steppe.training.config import RunConfig, policy_class
 from steppe.training.data import Batch
 from steppe.training.loop import Trainer
 from steppe.training.optimizer import gradient_norm, local
@@ -210,3 +210,22 @@ def test_d_ranks_of_a_sequence_train_like_one_rank(tmp_path: Path) -> None:
     length = 32 * 2
     for mine, theirs in zip(two[0], one, strict=True):
         assert mine == pytest.approx(theirs, rel=torch.finfo(torch.float32).eps * length)
+
+
+def _balanced(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    config = toy_run(Path(folder), "glm4_moe", train={"router_bias_rate": 0.01}, launch={"ranks": world_size})
+    with pytest.raises(ConfigError, match="router_bias_rate"):
+        Trainer(config)
+    trainer = Trainer(config.with_flatten(dispatch=policy_class("dispatch")(chunk_tokens=8)))
+    trainer.step()
+    biases = [b for name, b in trainer.model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    return [bias.clone() for bias in biases]
+
+
+def test_router_biases_move_once_a_step_by_the_counts_of_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_balanced, 2, str(tmp_path))
+    for mine, theirs in zip(first, second, strict=True):
+        assert_bitwise(mine, theirs, "bias")
+        assert torch.isin(mine.abs().round(decimals=6), torch.tensor([0.0, 0.01])).all(), "one step moves by one rate"
+        assert mine.any()
