@@ -69,10 +69,11 @@ def test_tight_caps_minimum_rows_and_one_full_rank_are_exact() -> None:
     check(4, [(case, index % 2 == 0) for index, case in enumerate(cases)], hazards=True)
 
 
-def test_48_equally_hot_experts_pass_through_two_slots_and_home_once() -> None:
-    case = Case(tokens=(30,) * 4, experts=96, choices=4, routing="first_rank", chunk_tokens=4)
-    wide = Case(tokens=(30,) * 4, experts=96, choices=4, routing="first_rank", chunk_tokens=4, spill_slots=4)
-    for setting, results in zip((case, wide), check(4, [(case, False), (wide, True)])):
+@pytest.mark.parametrize(("ranks", "hot"), [(4, 24), pytest.param(8, 48, marks=pytest.mark.slow)])
+def test_equally_hot_experts_of_one_rank_pass_through_two_slots_and_home_once(ranks: int, hot: int) -> None:
+    shape = {"tokens": (30,) * ranks, "experts": hot * ranks, "choices": 4, "routing": "first_rank", "chunk_tokens": 4}
+    case, wide = Case(**shape), Case(**shape, spill_slots=4)
+    for setting, results in zip((case, wide), check(ranks, [(case, False), (wide, True)])):
         counters = [r["counters"] for r in results]
         transfers = results[0]["stats"]["transfers"]
         assert max(r["stats"]["foreign"] for r in results) > setting.spill_slots
