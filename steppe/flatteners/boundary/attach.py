@@ -93,6 +93,7 @@ class SCO:
         else:
             blocks = joining.find_blocks(model_or_modules)
             self._undo += [joining.wrap_forward(block, self.at(index)) for index, block in enumerate(blocks)]
+        self._check_named(len(blocks))
         self._indices = {id(block): index for index, block in enumerate(blocks)}
         self._undo.append(partial(blocks.clear))  # keeps the blocks, and so their ids, until then
         self._compiler.attach(blocks)
@@ -101,6 +102,16 @@ class SCO:
             before = root.register_forward_pre_hook(self._before_forward)
             self._undo += [hook.remove, before.remove]
         return self
+
+    def _check_named(self, num_blocks: int) -> None:
+        """Raises: ConfigError when the policy names a boundary that these blocks don't have; nothing stays applied."""
+        beyond = [index for index, _ in self.policy.named if index >= num_blocks]
+        if beyond:
+            self.detach()
+            raise ConfigError(
+                "per_boundary", got=f"boundary {beyond[0]} of {num_blocks} blocks",
+                allowed=f"0 to {num_blocks - 1}", remedy="name boundaries that the model has",
+            )  # fmt: skip
 
     def detach(self) -> None:
         """Leave the model as it was. Graphs in flight keep working."""
@@ -171,7 +182,8 @@ class SCO:
         self._paused = paused
 
     def _before_forward(self, root: nn.Module, inputs: object) -> None:
-        self._before = self._counts.boundaries, self._counts.bytes_offloaded, self._passed()
+        tiny = self._counts.left_alone["tiny"]
+        self._before = self._counts.boundaries, self._counts.bytes_offloaded, self._passed(), tiny
 
     def _after_forward(self, root: nn.Module, inputs: object, outputs: object) -> None:
         """The boundary in transit has left, and a forward that moved nothing is refused."""
@@ -179,9 +191,11 @@ class SCO:
             self._engine.chain.settle()
         if not (root.training and torch.is_grad_enabled()) or self._paused:
             return
-        boundaries, moved, passed = self._before
+        boundaries, moved, passed, tiny = self._before
         if self._counts.boundaries == boundaries:
             refuse_idle("a training forward in which no block went through SCO", {})
+        if moved and self._counts.left_alone["tiny"] > tiny:
+            return  # a micro-batch of a few tokens among others
         if self._passed() > passed and self._counts.bytes_offloaded == moved:
             refuse_idle("a training forward whose boundaries all stayed", self._counts.left_alone)
 

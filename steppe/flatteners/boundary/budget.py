@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 from steppe.core.errors import ConfigError
 from steppe.core.ledger import BLOCK_BACKWARD, Entry, Moment
@@ -67,6 +67,9 @@ class BoundaryPolicy:
         for choice in (self.default, *(choice for _, choice in self.named)):
             if choice not in CHOICES:
                 _refuse("boundary choice", choice, ", ".join(CHOICES), "choose one of them")
+        for name in ("extra_limit", "min_bytes", "host_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                _refuse(f"boundary {name}", getattr(self, name), "0 or more", "raise it, or leave it out")
         if self.compile not in ("off", "parts", "block"):
             _refuse("boundary compile", self.compile, "off, parts, block", "choose one of them")
         if (0, "recompute") in self.named:
@@ -224,16 +227,24 @@ def _kind(name: str) -> str:
     return "kv" if lowered == "kv" else ""
 
 
-def _pairs(given: object) -> tuple[tuple[int, object], ...]:
-    if isinstance(given, Mapping):
-        return tuple(sorted(given.items()))
-    assert isinstance(given, Sequence)
-    if all(isinstance(item, str) for item in given):
+def _pairs(given: Any) -> tuple[tuple[int, Any], ...]:
+    """(boundary, choice) in order, from pairs, choices or a mapping; TOML's keys are text. Raises: ConfigError."""
+    allowed = "choices, or pairs or a table of boundary and choice"
+    if isinstance(given, str):
+        _refuse("per_boundary", given, allowed, 'write per_boundary = { 3 = "keep" }, or use default')
+    if not isinstance(given, Mapping) and all(isinstance(item, str) for item in given):
         return tuple(enumerate(given))
-    return tuple(sorted((int(index), choice) for index, choice in given))
+    try:
+        pairs = [(int(index), choice) for index, choice in (given.items() if isinstance(given, Mapping) else given)]
+    except (TypeError, ValueError):
+        _refuse("per_boundary", given, allowed, 'write per_boundary = { 3 = "keep" }')
+    named = [index for index, _ in pairs]
+    if min(named, default=0) < 0 or len(set(named)) < len(named):
+        _refuse("per_boundary", given, "each boundary once, counted from 0", "name every boundary once")
+    return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
 
-def _refuse(what: str, got: object, allowed: str, remedy: str) -> None:
+def _refuse(what: str, got: object, allowed: str, remedy: str) -> NoReturn:
     raise ConfigError(what, got=repr(got), allowed=allowed, remedy=remedy)
 
 

@@ -138,9 +138,11 @@ class _Packing:
         counts.kept += choice == "keep"
         counts.recomputed += choice == "recompute"
         if choice == "recompute" and not self._remade:
+            index = self._crossing.index
             raise ConfigError(
-                f"boundary {self._crossing.index}", got="recompute, but its input is no output of the previous block",
-                allowed="offload or keep here", remedy="change this boundary's choice",
+                "a boundary without a number" if index is None else f"boundary {index}",
+                got="recompute, but its input is no output of the previous block", allowed="offload or keep here",
+                remedy="number it with sco.at(index), the first one 0" if index is None else "change its choice",
             )  # fmt: skip
 
     def _owned(self, tensor: torch.Tensor) -> str:

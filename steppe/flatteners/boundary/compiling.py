@@ -27,6 +27,8 @@ class Compiler:
         self.mode = policy.compile
         self.graphs = 0
         self._backend = policy.compile_backend
+        if self.mode != "off":
+            _check_backend(self._backend)
         self._parts: list[nn.Module] = []
         self._blocks: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
 
@@ -66,6 +68,17 @@ class Compiler:
         if module not in self._blocks:
             self._blocks[module] = torch.compile(fn, backend=self.backend)
         return self._blocks[module]
+
+
+def _check_backend(name: str) -> None:
+    """Raises: ConfigError for a backend that torch doesn't know, before anything is compiled."""
+    try:
+        torch._dynamo.lookup_backend(name)
+    except torch._dynamo.exc.InvalidBackend:  # what the policy says is used later, inside a backward
+        known = ", ".join(torch._dynamo.list_backends())
+        raise ConfigError(
+            "boundary compile_backend", got=repr(name), allowed=known, remedy="choose one of them"
+        ) from None
 
 
 def _is_dense_part(name: str, child: nn.Module) -> bool:

@@ -153,6 +153,43 @@ def test_a_recomputed_boundary_that_nobody_makes_is_refused():
         sco.at(1)(torch.sin, out * 2.0)
 
 
+def test_a_boundary_beyond_the_last_block_is_refused_and_nothing_stays_applied():
+    model = seeded(Stack)
+    sco = SCO(BoundaryPolicy(min_bytes=0, per_boundary={9: "keep"}))
+    with pytest.raises(ConfigError, match=r"boundary 9 of 5 blocks; allowed: 0 to 4"):
+        sco.apply(model)
+    assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+def test_recompute_of_boundaries_without_numbers_says_how_to_number_them():
+    sco = SCO(BoundaryPolicy(default="recompute", min_bytes=0))
+    with pytest.raises(ConfigError, match=r"sco\.at\(index\)"):
+        sco.checkpoint(torch.nn.Linear(4, 4), torch.ones(2, 4))
+
+
+def test_a_short_micro_batch_among_others_is_no_reason_to_stop():
+    model = seeded(Stack)
+    sco = SCO(BoundaryPolicy(min_bytes=1024)).apply(model)
+    model(torch.randn(32, 16)).backward()
+    moved = sco.stats().bytes_offloaded
+    assert moved > 0
+    model(torch.randn(2, 16)).backward()
+    assert sco.stats().bytes_offloaded == moved
+    sco.close()
+
+
+def test_a_first_batch_of_tiny_boundaries_is_refused():
+    model = seeded(Stack)
+    SCO(BoundaryPolicy(min_bytes=1 << 20)).apply(model)
+    with pytest.raises(boundary.IdleOffloadError, match="tiny"):  # min_bytes is too high for this model
+        model(torch.randn(32, 16))
+
+
+def test_an_unknown_compiler_is_refused_at_once():
+    with pytest.raises(ConfigError, match="inductor"):
+        SCO(BoundaryPolicy(compile="block", compile_backend="nope"))
+
+
 def test_off_attaches_nothing_and_a_policy_attaches_sco():
     model = seeded(Stack)
     assert boundary.attach(model, OFF) is None
