@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steppe import __version__
-from steppe.core.errors import SteppeError
+from steppe.core.errors import ConfigError, SteppeError
 
 _EPILOG = "A first run: `steppe train run.toml --ranks 2`; what a run.toml holds stands in docs/training.md."
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
+        _check_targets(args)
         return int(args.run(args) or 0)
     except SteppeError as refusal:
         print(f"steppe {args.command}: {refusal}", file=sys.stderr)
@@ -26,9 +27,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as failure:
+        print(f"steppe {args.command}: {failure}; check the path, its permissions and the disk", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"steppe {args.command}: interrupted", file=sys.stderr)
         return 130
+
+
+def _check_targets(args: argparse.Namespace) -> None:
+    """Refuse a file that can't be written before the work that fills it. Raises: ConfigError."""
+    for name in ("out", "picture", "export"):
+        if (path := getattr(args, name, None)) is None:
+            continue
+        folder = Path(path).absolute()
+        if name == "export":  # a directory, made with its parents
+            while not folder.exists():
+                folder = folder.parent
+        else:
+            folder = folder.parent
+        is_file = name == "export" or not Path(path).is_dir()
+        if not (is_file and folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ConfigError(
+                f"--{name}", got=path, allowed="a path that can be written, in a directory that exists",
+                remedy="make its directory, or choose another path",
+            )  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:

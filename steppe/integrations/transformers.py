@@ -7,8 +7,10 @@ instance, with `lm_head.forward` the identity, so that projection and loss are o
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,12 +44,73 @@ def load_config(path: str, shape: Mapping[str, Any]) -> Any:
             remedy='set model.config to a config.json, or model.shape = { model_type = "qwen3_moe", ... }',
         )  # fmt: skip
     try:
-        return AutoConfig.for_model(model_type, **fields)
+        loaded = AutoConfig.for_model(model_type, **fields)
+        known = _fields_of(type(loaded)) | fields.keys() - shape.keys()
     except Exception as failure:
         raise ConfigError(
             "model configuration", got=f"{model_type}: {failure}", allowed="what transformers accepts",
             remedy="check model.config and model.shape",
         ) from failure  # fmt: skip
+    unknown = {key for key in shape.keys() - {"model_type"} - known if not _is_read(key, type(loaded))}
+    _check_names(unknown, known, type(loaded).__name__)
+    _check_counts(loaded)
+    return loaded
+
+
+_ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}  # read by every family
+
+
+def _fields_of(kind: Any) -> set[str]:
+    """The fields that a configuration class knows; transformers itself takes any name, and forgets it."""
+    declared = {name for cls in kind.__mro__ for name in vars(cls).get("__annotations__", {})}
+    return declared | kind().to_dict().keys() | dict(kind.attribute_map).keys() | _ROPE
+
+
+def _is_read(name: str, kind: Any) -> bool:
+    """Whether a family's own code names a field that its configuration class doesn't declare, as some do."""
+    folder = Path(inspect.getfile(kind)).parent
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return any(word.search(file.read_text(encoding="utf-8")) for file in folder.glob("*.py"))
+
+
+def _check_names(unknown: set[str], known: set[str], kind: str) -> None:
+    """Raises: ConfigError at a field of model.shape that would change nothing."""
+    if unknown:
+        name = min(unknown)
+        close = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(
+            "unknown key in [model.shape]", got=repr(name), allowed=f"the fields of transformers' {kind}",
+            remedy=f"did you mean {close[0]!r}?" if close else "remove it",
+        )  # fmt: skip
+
+
+def _check_counts(config: Any) -> None:
+    """Raises: ConfigError for counts that no model has; transformers would fail inside a step, or not at all."""
+    text = config.get_text_config()
+    counts = {name: getattr(text, name, None) for name in _COUNTS}
+    for name, value in counts.items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"model.shape.{name}", got=value, allowed="1 or more", remedy=f"raise {name}")
+    heads, shared = counts["num_attention_heads"], counts["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ConfigError(
+            "model.shape.num_key_value_heads", got=f"{shared} for {heads} attention heads",
+            allowed=f"a divisor of {heads}", remedy="change one of the two",
+        )  # fmt: skip
+    experts = next((v for name in _EXPERTS if isinstance(v := getattr(text, name, None), int)), None)
+    chosen = counts["num_experts_per_tok"]
+    if experts and isinstance(chosen, int) and chosen > experts:
+        raise ConfigError(
+            "model.shape.num_experts_per_tok", got=f"{chosen} of {experts} experts", allowed=f"1 to {experts}",
+            remedy="choose fewer experts a token",
+        )  # fmt: skip
+
+
+_COUNTS = (
+    "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads",
+    "num_experts_per_tok", "head_dim", "intermediate_size", "moe_intermediate_size",
+)  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def build(config: Any, *, dtype: torch.dtype, seed: int, attention: str = "auto", experts: str = "grouped_mm") -> Any:
@@ -72,6 +135,12 @@ def load(directory: str, config: Any, *, dtype: torch.dtype, attention: str, exp
     """The model with the weights of a directory of safetensors. Raises: ConfigError."""
     from transformers import AutoModelForCausalLM
 
+    if not Path(directory).is_dir():
+        raise ConfigError(
+            "model.weights", got=f"{directory}, which is no directory",
+            allowed='"random" or a directory of safetensors',
+            remedy="check the path; what is on the Hub has to be downloaded first",
+        )  # fmt: skip
     chosen = None if attention == "auto" else attention
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -192,7 +192,9 @@ def test_keys_of_another_model_are_refused_both_ways(tmp_path: Path) -> None:
 def test_a_run_with_other_data_or_another_seed_is_refused_by_the_field_that_differs(tmp_path: Path) -> None:
     config = toy_run(tmp_path)
     run_ranks(_saved_twice, 1, config)
-    assert "train.seed = 4" in run_ranks(refusal, 1, config.replace("train", seed=4))[0][0]
+    said = run_ranks(refusal, 1, config.replace("train", seed=4))[0][0]
+    assert "train.seed = 4" in said
+    assert "Remedy: set train.seed back" in said, "an older checkpoint of the same run would be refused, too"
     assert "data.seq_len = 16" in run_ranks(refusal, 1, config.replace("data", seq_len=16))[0][0]
     (tmp_path / "texts" / "a.txt").write_text("another text, long enough for a row of tokens " * 20)
     assert "data.tokens" in run_ranks(refusal, 1, config)[0][0]

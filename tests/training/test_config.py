@@ -10,9 +10,11 @@ import pytest
 from steppe.core.errors import ConfigError
 from steppe.core.policy import OFF
 from steppe.flatteners import NAMES
+from steppe.integrations.transformers import load_config
 from steppe.training import config as configs
 from steppe.training.config import RunConfig, TrainConfig, parse, policy_class
 from steppe.training.schedule import dropout_seed, learning_rate, positions, row_at
+from tests.training.toys import toy_shape
 
 MODEL = {"shape": {"model_type": "qwen3_moe"}}
 DATA = {"seq_len": 64}
@@ -45,6 +47,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
         ("train", "schedule", "cosin", "'cosine', 'constant'"),
         ("train", "betas", [0.9], "2 values"),
         ("train", "betas", [0.9, 1.0], "0 <= beta < 1"),
+        ("train", "betas", "ab", "a list"),
+        ("train", "lr", float("nan"), "a finite number"),
+        ("train", "clip", float("inf"), "a finite number"),
+        ("launch", "timeout_s", float("nan"), "a finite number"),
+        ("train", "seed", 2**64, "64-bit whole numbers"),
+        ("data", "path", "a\0b", "text without NUL"),
+        ("data", "path", "", "a path"),
+        ("data", "tokenizer_vocab", 0, "more than 0"),
         ("train", "steps", 0, "more than 0"),
         ("train", "warmup", -1, "0 or more"),
         ("output", "keep", 0, "more than 0"),
@@ -58,6 +68,54 @@ def test_a_wrong_value_is_refused_by_section_and_key(section: str, key: str, val
     assert allowed in str(refused.allowed)
     assert key in refused.what or "group size" in refused.what
     assert refused.remedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("offload_extra", 3, "a list or 'auto'"),
+        ("host_bytes", "1GB", "a whole number or no such key"),
+        ("host_bytes", -1, "0 or more"),
+        ("min_bytes", -1, "0 or more"),
+        ("extra_limit", -1, "0 or more"),
+        ("per_boundary", {"x": "keep"}, "boundary and choice"),
+        ("per_boundary", {"-1": "keep"}, "counted from 0"),
+        ("per_boundary", [[0, "keep"], [0, "offload"]], "each boundary once"),
+        ("per_boundary", "keep", "choices, or pairs"),
+    ],
+)
+def test_a_policy_that_means_nothing_is_refused_in_words_of_the_file(field: str, value: object, words: str) -> None:
+    assert words in str(_refusal(flatten={"boundary": {field: value}}).allowed)
+
+
+def test_boundaries_are_named_by_the_text_keys_of_a_table() -> None:
+    tables = {"model": MODEL, "data": DATA, "flatten": {"boundary": {"per_boundary": {"10": "keep", "2": "keep"}}}}
+    policy = parse(tables).flatten["boundary"]
+    assert policy.named == ((2, "keep"), (10, "keep"))
+    assert policy.choice(10) == "keep"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layer": 3}, "did you mean 'num_hidden_layers'?"),
+        ({"zzz": 3}, "unknown key in [model.shape]"),
+        ({"hidden_size": -1}, "model.shape.hidden_size: got -1"),
+        ({"num_hidden_layers": 0}, "model.shape.num_hidden_layers: got 0"),
+        ({"num_experts_per_tok": 99}, "99 of 8 experts"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "2 for 3 attention heads"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_before_it_is_built(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config("", {**toy_shape(), **changes})
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_every_field_that_a_family_reads_is_known(family: str) -> None:
+    assert load_config("", toy_shape(family)).vocab_size == 320
+    load_config("", {**toy_shape(family), "rope_theta": 1e6, "output_router_logits": True})
 
 
 def test_a_sequence_that_its_ranks_do_not_divide_is_refused_with_a_length_that_they_do() -> None:

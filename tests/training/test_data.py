@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steppe.core.errors import ConfigError, DataError, SteppeError, WorkingSetError
+from steppe.core.errors import CheckpointError, ConfigError, DataError, SteppeError, WorkingSetError
 from steppe.training import text
 from steppe.training.config import DataConfig, RunConfig
 from steppe.training.data import IGNORED, RowSource, WorkingSet
@@ -74,6 +74,42 @@ def test_npy_and_raw_tokens_are_cut_into_documents(tmp_path: Path) -> None:
     assert stores[0].digest == stores[1].digest
 
 
+def test_tokens_that_a_failed_disk_left_are_made_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT[:900])
+    store = _prepare(tmp_path, path=str(tmp_path / "a.txt"))
+    whole = store.digest, store.ids.tolist()
+    del store  # mapped
+    (folder,) = (tmp_path / "cache").iterdir()
+    for damage in (
+        lambda: (folder / "ids.bin").write_bytes(b""),
+        lambda: (folder / "ids.bin").write_bytes((folder / "ids.bin").read_bytes()[:-4]),
+        lambda: (folder / "meta.json").write_text(""),
+        lambda: (folder / "meta.json").unlink(),
+        lambda: (folder / "ends.npy").unlink(),
+    ):
+        damage()
+        again = _prepare(tmp_path, path=str(tmp_path / "a.txt"))
+        assert (again.digest, again.ids.tolist()) == whole
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT[:900])
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    with pytest.raises(CheckpointError, match=r"check output\.dir"):
+        _prepare(tmp_path, path=str(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("packing", ["cut", "whole"])
+def test_text_with_nothing_to_predict_is_refused(packing: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.full(64, 3))
+    data = {"path": str(tmp_path / "ids.npy"), "kind": "tokens", "end_of_document_id": 3, "packing": packing}
+    run = toy_run(tmp_path, data=data)
+    with pytest.raises(DataError, match="64 documents of one token"):
+        RowSource(run, prepare(run.data, tmp_path / "cache", 320, None), rank=0, world=1)
+    run = toy_run(tmp_path, data={**data, "packing": "stream"})
+    RowSource(run, prepare(run.data, tmp_path / "cache", 320, None), rank=0, world=1)
+
+
 def test_text_that_cannot_be_read_is_refused_by_file_and_line(tmp_path: Path) -> None:
     assert "does not exist" in _refused(tmp_path, path=str(tmp_path / "none.txt"))
     (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
@@ -86,6 +122,9 @@ def test_text_that_cannot_be_read_is_refused_by_file_and_line(tmp_path: Path) ->
     assert "line 2" in _refused(tmp_path, path=str(tmp_path / "a.jsonl"), kind="jsonl")
     (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
     assert "line 2" in _refused(tmp_path, path=str(tmp_path / "b.jsonl"), kind="jsonl")
+    for number, line in enumerate(('{"text": "half a pair: \\ud800"}', "[" * 100_000, f'{{"text": {"9" * 5000}}}')):
+        (tmp_path / f"d{number}.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
+        assert "line 2" in _refused(tmp_path, path=str(tmp_path / f"d{number}.jsonl"), kind="jsonl")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 not really")
     assert "c.parquet" in _refused(tmp_path, path=str(tmp_path / "c.parquet"), kind="parquet")
     np.save(tmp_path / "floats.npy", np.zeros(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from steppe.core.errors import ConfigError
+from steppe.core.errors import CheckpointError, ConfigError
+from steppe.training.agreement import writing
 from steppe.training.launch import train
+from steppe.training.metrics import MetricsLog
 from steppe.training.ranks import Place
 from steppe.training.schedule import row_at
 from tests.training.toys import toy_tables
@@ -94,6 +97,32 @@ def test_ranks_that_groups_do_not_divide_are_refused_before_anything_starts(tmp_
     path = _write(tmp_path, launch={"ranks": 2, "sequence": 2})
     with pytest.raises(ConfigError, match="a divisor of the 3 ranks"):
         train(path, 3)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_number_of_ranks_that_cannot_be_is_refused(ranks: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ranks: got"):
+        train(_write(tmp_path), ranks)
+
+
+def test_whole_lines_of_metrics_outlive_what_is_not_ours(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\n{"step": 0}\n\xff\xfe\n{"step": 1}\n[]\n{"step": 2}\n{"st')
+    log = MetricsLog(path)
+    log.resume(2)
+    log.write({"step": 2})
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_only_what_the_disk_under_the_output_refuses_is_blamed_on_it(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"check output\.dir"), writing(tmp_path / "out"):
+        (tmp_path / "out" / "metrics.jsonl").open("a")
+    with pytest.raises(CheckpointError, match="No space left"), writing(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "out"):
+        (tmp_path / "elsewhere" / "text").open()
 
 
 def test_half_a_launchers_environment_is_refused() -> None:

@@ -1,0 +1,51 @@
+"""Wrong usage of the command line: one line with what is allowed, exit code 2, and nothing started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from steppe import cli
+from tests.training.toys import toy_tables
+
+
+def _said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(toy_tables(tmp_path)))
+    return path
+
+
+@pytest.mark.parametrize("names", ["foo", "boundary, foo", "__init__"])
+def test_an_unknown_flattener_is_refused_by_name(
+    names: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _said(capsys, "verify", run_file, "--flatten", names)
+    assert "boundary, dispatch, optimizer, vocab" in said
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_ranks_are_refused(command: str, ranks: int, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"--ranks: got {ranks}; allowed: 1 or more" in _said(capsys, command, run_file, f"--ranks={ranks}")
+
+
+@pytest.mark.parametrize("path", ["none/picture.png", "run.toml/picture.png", "."])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    path: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--picture: got" in _said(capsys, "profile", run_file, "--picture", tmp_path / path)
+    assert "--out: got" in _said(capsys, "plan", "qwen3-0.6b", "--seq-len", "4K", "--out", tmp_path / path)
+
+
+def test_an_export_below_a_file_is_refused(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--export: got" in _said(capsys, "train", run_file, "--export", run_file / "hf")
