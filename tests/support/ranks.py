@@ -131,6 +131,7 @@ def _on_rank(fn: Any, rank: int, world_size: int, store: str, args: tuple[Any, .
         timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
     try:
+        dist.barrier()  # a rank that is done may not leave while another one still connects to it
         torch.manual_seed(0)
         return fn(rank, world_size, *args)
     finally:
