@@ -130,8 +130,15 @@ def attach_all(model: Any, policies: Mapping[str, Any], meshes: Meshes | None = 
     Raises: ConfigError for an unknown flattener; ConflictError for what a flattener finds on the live model. Nothing
     stays attached after an error.
     """
+    if not isinstance(policies, Mapping):
+        raise ConfigError("plan", got=repr(policies), allowed="a Plan, or flattener names and their policies",
+                          remedy='e.g. {"boundary": BoundaryPolicy()}')  # fmt: skip
     if unknown := sorted(set(policies) - set(NAMES)):
         raise ConfigError("flattener", got=unknown, allowed=NAMES, remedy="use these names")
+    for name, policy in policies.items():  # None would be taken for the defaults, and text for an object
+        if policy is None or isinstance(policy, (bool, str, Mapping)):
+            raise ConfigError(f"policy of {name}", got=repr(policy), allowed="OFF or a policy object",
+                              remedy=f"steppe.OFF, or steppe.{name.title()}Policy(...)")  # fmt: skip
     wanted = {name: policies.get(name, OFF) for name in NAMES}
     flattened = Flattened(model, {}, meshes)
     try:

@@ -45,6 +45,8 @@ class SCO:
         arena: Arena | None = None,
         machine: MachineShape | None = None,
     ) -> None:
+        if policy is not None and not isinstance(policy, BoundaryPolicy):
+            raise ConfigError("SCO", got=repr(policy), allowed="a BoundaryPolicy", remedy="SCO(BoundaryPolicy(...))")
         self.policy = policy or BoundaryPolicy()
         self._device = None if device is None else torch.device(device)
         self._lanes, self._owns_lanes = lanes, lanes is None
@@ -82,16 +84,18 @@ class SCO:
     def apply(self, model_or_modules: nn.Module | Iterable[nn.Module]) -> SCO:
         """Join a Hugging Face model, a model with one list of equal blocks, or the blocks themselves.
 
-        Raises: ConfigError when no blocks are found or this SCO is applied already.
+        Raises: ConfigError when no blocks are found, or this SCO or another one is applied already.
         """
         if self._undo:
             raise ConfigError("SCO", got="a second apply", allowed="one model", remedy="call detach() first")
         root = model_or_modules if isinstance(model_or_modules, nn.Module) else None
+        joining.refuse_joined(root)
         if root is not None and joining.is_transformers(root):
             blocks = joining.blocks_of_transformers(root)
             self._undo.append(joining.switch_on(root, self.checkpoint, self._pause))
         else:
-            blocks = joining.find_blocks(model_or_modules)
+            blocks = list(dict.fromkeys(joining.find_blocks(model_or_modules)))  # a shared block is wrapped once
+            joining.refuse_joined(*blocks)
             self._undo += [joining.wrap_forward(block, self.at(index)) for index, block in enumerate(blocks)]
         self._check_named(len(blocks))
         self._indices = {id(block): index for index, block in enumerate(blocks)}

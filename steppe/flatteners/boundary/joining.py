@@ -30,6 +30,8 @@ def find_blocks(model_or_modules: nn.Module | Iterable[nn.Module]) -> list[nn.Mo
 
     Raises: ConfigError when there is none, or more than one.
     """
+    if not isinstance(model_or_modules, Iterable | nn.Module):
+        raise _no_blocks(type(model_or_modules).__name__)
     if not isinstance(model_or_modules, nn.Module):
         blocks = list(model_or_modules)
         if blocks and all(isinstance(block, nn.Module) for block in blocks):
@@ -63,6 +65,7 @@ def switch_on(model: Any, checkpoint: Checkpoint, paused: Callable[[bool], objec
 
     switches = dict.fromkeys(_ON, on) | dict.fromkeys(_OFF, off)
     switches = {name: switch for name, switch in switches.items() if hasattr(model, name)}
+    on.of_sco = off.of_sco = True  # type: ignore[attr-defined]
     for name, switch in switches.items():
         setattr(model, name, switch)
     on()
@@ -80,6 +83,17 @@ def switch_on(model: Any, checkpoint: Checkpoint, paused: Callable[[bool], objec
     return undo
 
 
+def refuse_joined(*modules: nn.Module | None) -> None:
+    """Raises: ConfigError for what another SCO has joined: both would move the same inputs, and part in any order."""
+    for module in modules:
+        names = () if module is None else ("forward", *_ON)
+        if any(getattr(vars(module).get(name), "of_sco", False) for name in names):
+            raise ConfigError(
+                "SCO", got=f"a {type(module).__name__} that another SCO is applied to", allowed="one SCO a model",
+                remedy="call detach() on that one first",
+            )  # fmt: skip
+
+
 def wrap_forward(block: nn.Module, checkpoint: Checkpoint) -> Undo:
     """Put `checkpoint` around `forward`, not `__call__`: module hooks, FSDP2's too, stay outside the recompute."""
     forward = block.forward
@@ -87,6 +101,7 @@ def wrap_forward(block: nn.Module, checkpoint: Checkpoint) -> Undo:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **kwargs)
 
+    checkpointed.of_sco = True  # type: ignore[attr-defined]
     had = "forward" in vars(block)
     block.forward = checkpointed
 

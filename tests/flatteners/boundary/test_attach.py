@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from steppe import OFF, SCO, BoundaryPolicy
+from steppe.compose import flatten_peaks
 from steppe.core.errors import ConfigError
 from steppe.flatteners.boundary import attach as boundary
 from tests.flatteners.boundary.programs import (
@@ -183,6 +184,41 @@ def test_a_first_batch_of_tiny_boundaries_is_refused():
     SCO(BoundaryPolicy(min_bytes=1 << 20)).apply(model)
     with pytest.raises(boundary.IdleOffloadError, match="tiny"):  # min_bytes is too high for this model
         model(torch.randn(32, 16))
+
+
+@pytest.mark.parametrize("make", [Stack, Language], ids=["stack", "qwen3_moe"])
+def test_a_second_sco_on_one_model_is_refused_until_the_first_one_leaves(make):
+    model = seeded(make)
+    first, second = SCO(ALL).apply(model), SCO(ALL)
+    with pytest.raises(ConfigError, match="another SCO"):
+        second.apply(model)
+    first.detach()
+    second.apply(model).detach()
+
+
+def test_a_block_that_is_used_three_times_is_joined_once():
+    block = nn.Linear(16, 16)
+    blocks = [block] * 3
+    hidden = torch.randn(32, 16, requires_grad=True)
+    plain = torch.autograd.grad(block(block(block(hidden))).sum(), [hidden, block.weight])
+    sco = SCO(ALL).apply(blocks)
+    ours = torch.autograd.grad(block(block(block(hidden))).sum(), [hidden, block.weight])
+    assert sco.stats().boundaries == 3
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    sco.close()
+    assert "forward" not in vars(block)
+
+
+@pytest.mark.parametrize("policy", ["offload", {"default": "keep"}, OFF])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(ConfigError, match="a BoundaryPolicy"):
+        SCO(policy)
+
+
+@pytest.mark.parametrize("plan", [None, "boundary", {"boundary": None}, {"boundary": "on"}, {"boundary": {}}])
+def test_a_plan_that_is_none_is_refused(plan):
+    with pytest.raises(ConfigError, match=r"steppe\.OFF|BoundaryPolicy"):
+        flatten_peaks(seeded(Stack), plan)
 
 
 def test_an_unknown_compiler_is_refused_at_once():
