@@ -39,8 +39,6 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
     yield from _by_threads(count, rounds)
     yield from _throttled(quick)
     yield from (_error(steps) for steps in (1, 10, 200))
-    if torch.cuda.is_available():
-        yield from _on_cuda(count, rounds)
 
 
 def _parameters(count: int, dtype: torch.dtype, device: torch.device = CPU) -> list[torch.nn.Parameter]:
@@ -219,7 +217,8 @@ def _error(steps: int) -> dict[str, Any]:
     return {"case": CASE, "label": f"error against float64 after {steps} steps", "relative_error": error}
 
 
-def _on_cuda(count: int, rounds: int) -> Iterator[dict[str, Any]]:
+def gpu_rows() -> Iterator[dict[str, Any]]:
+    count, rounds = 64 * 2**20, 9
     device = torch.device("cuda", 0)
     serial = SerialOffload(_parameters(count, torch.bfloat16, device), lr=1e-3, fused=True)
     settings: dict[str, dict[str, Any]] = {"steppe host": {}, "steppe device": {"update": "device"}}

@@ -30,11 +30,12 @@ OF = ["loss", "hidden gradient", "weight gradient"]
 
 
 def rows(quick: bool) -> Iterator[dict[str, Any]]:
-    yield from _against_plain_and_torch(quick)
+    yield from _against_plain_and_torch([("float32", 2048, 512, 32_768)], rounds=2 if quick else 7)
     yield from _errors_by_tiles(quick)
     yield from _two_ranks(quick)
-    if torch.cuda.is_available():
-        yield from _on_a_gpu(quick)
+    if not quick:
+        wide = [("float32", 1024, 512, 151_936), ("bfloat16", 2048, 512, 32_768)]
+        yield from _against_plain_and_torch(wide, rounds=3)
 
 
 class Problem:
@@ -82,17 +83,14 @@ class Problem:
         return peak.peak_bytes - peak.base_bytes - gradients
 
 
-def _against_plain_and_torch(quick: bool) -> Iterator[dict[str, Any]]:
-    cases = [("float32", 2048, 512, 32_768)]
-    if not quick:
-        cases += [("float32", 1024, 512, 151_936), ("bfloat16", 2048, 512, 32_768)]
+def _against_plain_and_torch(cases: list[tuple[str, int, int, int]], rounds: int) -> Iterator[dict[str, Any]]:
     for dtype, num_rows, width, vocab in cases:
         problem = Problem(num_rows, width, vocab, getattr(torch, dtype))
         policies = {"ours": VocabPolicy(), "ours weights": VocabPolicy("weights"), "ours local": VocabPolicy("local")}
         steps = {"plain": problem.plain(), **{name: problem.ours(p) for name, p in policies.items()}}
         if hasattr(F, "linear_cross_entropy"):
             steps["torch linear_cross_entropy"] = problem.torchs()
-        timed = interleaved(steps, rounds=2 if quick else 7)
+        timed = interleaved(steps, rounds=rounds)
         held = {name: problem.measured(step) for name, step in steps.items()}
         predicted = {name: problem.predicted(policy) for name, policy in policies.items()}
         yield {
@@ -204,7 +202,7 @@ def vocab_parallel_plain(
         return into, grad.T @ rows
 
 
-def _on_a_gpu(quick: bool) -> Iterator[dict[str, Any]]:
+def gpu_rows() -> Iterator[dict[str, Any]]:
     """N 8192, H 4096, V 128256 in bf16; Liger where it is installed."""
     num_rows, width, vocab = 8192, 4096, 128_256
     problem = Problem(num_rows, width, vocab, torch.bfloat16, "cuda")
@@ -218,7 +216,7 @@ def _on_a_gpu(quick: bool) -> Iterator[dict[str, Any]]:
         steps["liger"] = problem.step(lambda: liger(problem.weight, problem.hidden, problem.labels))
     except ImportError:
         pass
-    timed = interleaved(steps, rounds=3 if quick else 10)
+    timed = interleaved(steps, rounds=10)
     flops = 3 * 2 * num_rows * width * vocab
     yield {
         "label": f"gpu bfloat16 N {num_rows} H {width} V {vocab}", **timed,

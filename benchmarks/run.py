@@ -46,6 +46,9 @@ def main() -> int:
         if not args.skip_tests and not _tests_are_green(case.TESTS, "gpu" if args.gpu else "not slow"):
             print(f"{name}: its tests ({case.TESTS}) are red, so no speed is reported", file=sys.stderr)
             return 1
+        if args.gpu and not hasattr(case, "gpu_rows"):
+            print(f"{name}: no gpu rows", file=sys.stderr)
+            continue
         for row in case.gpu_rows() if args.gpu else case.rows(args.quick):
             keep(name, row, folder=None if args.quick else args.rows)
     return 0
