@@ -64,9 +64,10 @@ def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) 
     needed = -(-arrivals // chunk_rows)
     per_dest = _sum_by(run_dest, needed, plan.num_ranks)
     chunks = max(1, int(per_dest.max()), -(-int(counts.sum(axis=1).max()) // chunk_rows))
+    spare = _Spare(needed, arrivals, run_dest)
     while True:
-        num_chunks = _hand_out(needed, arrivals, run_dest, chunks)
-        first = _exclusive_within(num_chunks, run_dest)
+        num_chunks = spare.hand_out(chunks)
+        first = spare.first_chunks(num_chunks)
         if _highest_send_rate(run_rows, first, num_chunks, chunks) <= chunk_rows * (1 + 1e-12):
             return Layout(plan, counts, run, run_dest, run_rows, first, num_chunks, chunks, chunk_rows)
         chunks += max(1, chunks // 8)
@@ -110,26 +111,40 @@ def _runs_of_pieces(plan: Plan, half: int) -> tuple[Ints, Ints]:
     return opens.cumsum() - 1, plan.dest[opens]
 
 
-def _hand_out(needed: Ints, arrivals: Ints, run_dest: Ints, chunks: int) -> Ints:
-    """Chunks of each run: what it needs, spare ones by rows, the rest to the run with most rows a chunk."""
-    starts = np.searchsorted(run_dest, np.arange(int(run_dest[-1]) + 1))
-    num_runs = np.diff(np.append(starts, len(run_dest)))
-    spare = chunks - np.add.reduceat(needed, starts)
-    num_chunks = needed.copy()
-    alone = num_runs == 1
-    num_chunks[starts[alone]] = chunks
-    several = np.flatnonzero(~alone & (spare > 0))
-    if not len(several):
+class _Spare:
+    """Chunks of each run for a given number of chunks: what it needs, spare ones by rows, the rest to the run with most
+    rows a chunk. What does not depend on that number is made once."""
+
+    def __init__(self, needed: Ints, arrivals: Ints, run_dest: Ints) -> None:
+        starts = np.searchsorted(run_dest, np.arange(int(run_dest[-1]) + 1))
+        num_runs = np.diff(np.append(starts, len(run_dest)))
+        several = np.flatnonzero(num_runs > 1)
+        place = np.arange(int(num_runs.max()))
+        self.needed, self.heads = needed, starts[run_dest]
+        self.alone = starts[num_runs == 1]
+        self.index = np.minimum(starts[several, None] + place, len(run_dest) - 1)
+        self.present = place < num_runs[several, None]
+        self.taken = np.add.reduceat(needed, starts)[several]
+        self.rows = np.where(self.present, arrivals[self.index], 0)
+        self.total = np.maximum(self.rows.sum(axis=1), 1)[:, None]
+        self.line = np.arange(len(several))
+
+    def hand_out(self, chunks: int) -> Ints:
+        num_chunks = self.needed.copy()
+        num_chunks[self.alone] = chunks
+        if not len(self.line):
+            return num_chunks
+        given = num_chunks[self.index] + (chunks - self.taken)[:, None] * self.rows // self.total
+        left = chunks - np.where(self.present, given, 0).sum(axis=1)
+        given[self.line, (self.rows / np.maximum(given, 1)).argmax(axis=1)] += left
+        num_chunks[self.index[self.present]] = given[self.present]
         return num_chunks
-    index = np.minimum(starts[several, None] + np.arange(num_runs.max()), len(run_dest) - 1)
-    present = np.arange(num_runs.max()) < num_runs[several, None]
-    rows = np.where(present, arrivals[index], 0)
-    spare = spare[several]
-    given = num_chunks[index] + spare[:, None] * rows // np.maximum(rows.sum(axis=1), 1)[:, None]
-    left = chunks - np.where(present, given, 0).sum(axis=1)
-    given[np.arange(len(several)), (rows / np.maximum(given, 1)).argmax(axis=1)] += left
-    num_chunks[index[present]] = given[present]
-    return num_chunks
+
+    def first_chunks(self, num_chunks: Ints) -> Ints:
+        """Chunks of the same destination before each run."""
+        before = num_chunks.cumsum() - num_chunks
+        first: Ints = before - before[self.heads]
+        return first
 
 
 def _highest_send_rate(run_rows: Ints, first: Ints, num_chunks: Ints, chunks: int) -> float:
