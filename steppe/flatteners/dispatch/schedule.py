@@ -15,6 +15,7 @@ chunk_rows, so at most chunk_rows + E_p rows leave. Neither depends on what the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,9 +69,10 @@ def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) 
     while True:
         num_chunks = spare.hand_out(chunks)
         first = spare.first_chunks(num_chunks)
-        if _highest_send_rate(run_rows, first, num_chunks, chunks) <= chunk_rows * (1 + 1e-12):
+        excess = _highest_send_rate(run_rows, first, num_chunks, chunks) / chunk_rows
+        if excess <= 1 + 1e-12:
             return Layout(plan, counts, run, run_dest, run_rows, first, num_chunks, chunks, chunk_rows)
-        chunks += max(1, chunks // 8)
+        chunks = max(chunks + max(1, chunks // 8), math.ceil(chunks * excess - 1e-9))
 
 
 def _rows_of_pieces(counts: Ints, plan: Plan, pieces: slice | Ints) -> Ints:
