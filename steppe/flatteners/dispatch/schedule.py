@@ -97,8 +97,9 @@ def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, run_dest: Ints) -> Ints:
         away = np.zeros((len(moved), ranks))
         away[np.arange(len(moved)), plan.owner[moved]] = 1
         natives -= (overlap @ away).astype(np.int64)
-        heads = np.flatnonzero(np.diff(run[moved], prepend=-1))
-        rows[:, run[moved[heads]]] = np.add.reduceat(overlap, heads, axis=1)
+        into = run[moved]
+        heads = np.append(0, np.flatnonzero(into[1:] != into[:-1]) + 1)
+        rows[:, into[heads]] = np.add.reduceat(overlap, heads, axis=1)
     rows[:, np.searchsorted(run_dest, np.arange(ranks))] = natives
     return rows
 
@@ -198,7 +199,7 @@ def receive_tables(layout: Layout, rank: int) -> Receives:
     mine = slice(*np.searchsorted(plan.dest, [rank, rank + 1]))
     runs = np.flatnonzero(layout.run_dest == rank)
     cut = _cut(_rows_of_pieces(layout.counts, plan, mine), layout, layout.run[mine], layout.run_rows, runs)
-    length = np.ascontiguousarray(np.diff(cut, axis=2).transpose(2, 0, 1))  # [n, E_p, P_own]
+    length = np.ascontiguousarray((cut[:, :, 1:] - cut[:, :, :-1]).transpose(2, 0, 1))  # [n, E_p, P_own]
     by_expert = length.transpose(0, 2, 1)
     gather = _merge(_exclusive(length).transpose(0, 2, 1), by_expert)
     scatter = _merge(_exclusive(by_expert).transpose(0, 2, 1), length)
