@@ -63,6 +63,7 @@ def _check(config: RunConfig, args: argparse.Namespace) -> None:
 
 def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
     """Three steps, the first and the third under the meter; the steady one is reported."""
+    from steppe.profiler import picture
     from steppe.runtime import collectives
     from steppe.sides import run_side
 
@@ -73,18 +74,17 @@ def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
     if collectives.rank(collectives.world()):
         return
     worst = max(reports, key=lambda report: report["ledger"].device_peak_bytes)
-    report = side.reports[max(side.reports)]
     if args.picture:
-        report.picture(args.picture)
+        picture(args.picture, {f"rank {worst['rank']}": worst["timeline"]})
     if args.json:
         print(json.dumps({"worst_rank": worst["rank"], "steady": worst["ledger"].to_json(),
-                          "first": worst["first"].to_json(), "advice": report.advice()}, indent=1))  # fmt: skip
+                          "first": worst["first"].to_json(), "advice": worst["advice"]}, indent=1))  # fmt: skip
     else:
-        print(report.table())
+        print(worst["table"])
         first, steady = worst["first"].device_peak_bytes, worst["ledger"].device_peak_bytes
-        print(f"\nrank {worst['rank']} holds most: {format_bytes(steady)} in the steady step, ", end="")
+        print(f"\nrank {worst['rank']} holds most, and is shown: {format_bytes(steady)} in the steady step, ", end="")
         print(f"{format_bytes(first)} in step 1")
-        print("\n".join(report.advice()))
+        print("\n".join(worst["advice"]))
 
 
 def verify(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
@@ -117,10 +117,18 @@ def run(name: str, args: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def _portable(side: Any) -> dict[str, Any]:
+    """What rank 0 needs to show any rank's steady step."""
     from steppe.runtime import collectives
 
-    return {"rank": collectives.rank(collectives.world()), "ledger": side.ledger,
-            "first": side.reports[min(side.reports)].ledger}  # fmt: skip
+    report = side.reports[max(side.reports)]
+    return {
+        "rank": collectives.rank(collectives.world()),
+        "ledger": side.ledger,
+        "timeline": report.timeline,
+        "first": side.reports[min(side.reports)].ledger,
+        "table": report.table(),
+        "advice": report.advice(),
+    }
 
 
 def _voice() -> Callable[[str], None]:

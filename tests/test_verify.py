@@ -138,6 +138,29 @@ def test_the_certificate_prints_stable_json_and_a_table_of_all_peaks(tmp_path: P
         assert word in as_text
 
 
+def _profiled(rank: int, world_size: int, folder: str) -> str:
+    import contextlib
+    import io
+
+    from steppe import commands
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        args = argparse.Namespace(picture=Path(folder) / "memory.png", json=True)
+        commands.profile(toy_run(Path(folder), launch={"ranks": world_size}), args, None)
+    return out.getvalue()
+
+
+def test_profile_shows_the_rank_that_holds_most_once(tmp_path: Path) -> None:
+    first, second = run_ranks(_profiled, 2, str(tmp_path))
+    assert second == ""
+    found = json.loads(first)
+    assert found["worst_rank"] in (0, 1)
+    assert found["steady"]["device_peak_bytes"] > 0 < found["first"]["device_peak_bytes"]
+    assert found["advice"]
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
 def _compared(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     config = _config(folder)
     with pytest.raises(ConfigError, match=r"dispatch.*vocab.*boundary.*optimizer"):
