@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
@@ -100,6 +100,10 @@ class _Recompute:
         self._stack.__exit__(*exc)
 
 
+# torch before 2.13 saves the inputs through a Function, behind an empty tensor of its own that comes first.
+_DUMMY_FIRST: Final = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
+
+
 class _Packing:
     """The pack hook of one crossing."""
 
@@ -107,9 +111,13 @@ class _Packing:
         self._owner, self._crossing = owner, crossing
         self._held: Callable[[], frozenset[int]] | None = held
         self._remade = False
+        self._dummy_comes = _DUMMY_FIRST
         self.handles: list[Handle] = []
 
     def pack(self, tensor: torch.Tensor) -> Handle:
+        if self._dummy_comes:
+            self._dummy_comes = False
+            return Stay(tensor)
         handle = self._handle(tensor)
         self.handles.append(handle)
         return handle
