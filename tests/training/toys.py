@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,23 @@ def toy_shape(family: str = "qwen3_moe", **changes: object) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in _KEPT_OUT and value is not None}
 
 
+def _write_texts(text: Path) -> None:
+    """Whole or not there: several ranks may ask for one folder at once."""
+    text.parent.mkdir(parents=True, exist_ok=True)
+    fresh, half = Path(tempfile.mkdtemp(dir=text.parent)), len(TEXT) // 2
+    (fresh / "a.txt").write_text(TEXT[:half])
+    (fresh / "b.txt").write_text(TEXT[half:])
+    try:
+        fresh.rename(text)
+    except OSError:  # another rank was first
+        shutil.rmtree(fresh)
+
+
 def toy_tables(folder: Path, family: str = "qwen3_moe", **shape: object) -> dict[str, Any]:
     """The tables of a run.toml: 2 blocks, rows of 32 tokens, two documents of real sentences."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = folder / "texts"
     if not text.exists():
-        text.mkdir()
-        half = len(TEXT) // 2
-        (text / "a.txt").write_text(TEXT[:half])
-        (text / "b.txt").write_text(TEXT[half:])
+        _write_texts(text)
     return {
         "model": {"shape": toy_shape(family, **shape)},
         "data": {"path": str(text), "seq_len": 32, "tokenizer_vocab": 300},
