@@ -46,7 +46,8 @@ def test_boundaries_on_the_host_change_no_bit_and_both_sides_are_as_near_to_floa
     assert found["max_grad_rel_err"] == found["grad_norm_rel_diff"] == 0.0
     truth = found["against_float64"]
     assert truth["plain"] == truth["flattened"]
-    assert 0 < truth["plain"]["max_grad_rel_err"] < 1e-3  # float32 noise: neither zero nor another program
+    half_the_digits = torch.finfo(torch.float32).eps ** 0.5
+    assert 0 < truth["plain"]["max_grad_rel_err"] < half_the_digits  # float32 noise: neither zero nor another program
     for side in ("plain", "flattened"):
         assert found[side]["device_peak_bytes"] > 0
         assert found[side]["step_ms"] > 0
