@@ -31,8 +31,8 @@ MACHINE = MachineShape(
 )  # fmt: skip
 # Chunked cross-entropy and CPU offload, taken as free: no logits at all, nothing of the parameters on the device.
 TUNED = frozenset({
-    "logits", "logits in float32", "log-softmax", "gradient of the logits", "weights of the shards",
-    "gradients of the shards", "gradients of the shards so far", "exp_avg", "exp_avg_sq", "master weights",
+    "log-softmax", "gradient of the log-softmax", "gradient of the logits", "logits, held by the caller",
+    "weights of the shards", "gradients of the shards", "gradients of the shards so far", "exp_avg", "exp_avg_sq", "master weights",
     "foreach transient",
 })  # fmt: skip
 

@@ -101,6 +101,11 @@ class MachineShape:
     adamw_rate: float = 1e9  # parameters per second of one node's host
     numa_nodes: int = 1
     page_lock_bytes: int | None = None  # None: unlimited
+    device: str = "accelerator"  # or "cpu": tiles are smaller there, 16-bit operands are cast, nothing overlaps
+
+    @property
+    def on_accelerator(self) -> bool:
+        return self.device != "cpu"
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ class RunShape:
     machine: MachineShape = field(default_factory=MachineShape)
     dtypes: Dtypes = field(default_factory=Dtypes)
     attention: str = "auto"  # "fused", "materialised" (scores are built), or what the model's code can do
+    keeps_outputs: bool | None = None  # the caller holds the model's outputs, its logits, until the backward is over
 
     def __post_init__(self) -> None:
         if self.attention not in ("auto", "fused", "materialised"):
@@ -151,6 +157,12 @@ class RunShape:
                 "sequence length", got=f"S {self.batch.seq_len} over D {self.mesh.sequence} ranks",
                 allowed="a multiple of D", remedy="pad the sequences or choose another D",
             )  # fmt: skip
+
+    @property
+    def holds_logits(self) -> bool:
+        """Whether `out = model(...)` keeps the logits through the backward: unless told, 16-bit programs are taken to
+        (2 bytes an element beside the float32 tensors of the loss), float32 ones not to, as the published one."""
+        return self.dtypes.activation_bytes < 4 if self.keeps_outputs is None else self.keeps_outputs
 
     @property
     def tokens_per_rank(self) -> int:

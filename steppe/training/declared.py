@@ -29,8 +29,11 @@ def working_set(config: RunConfig, model_config: Any, ranks: int, device: torch.
         model=shape_from_config(model_config.to_dict()),
         batch=BatchShape(config.data.seq_len, config.train.batch, config.train.micro_batches),
         mesh=config.launch.mesh(ranks),
-        machine=replace(MachineShape(), device_memory_bytes=memory),
+        machine=replace(
+            MachineShape(), device_memory_bytes=memory, device="cpu" if device.type == "cpu" else "accelerator"
+        ),
         dtypes=dtypes,
+        keeps_outputs=False,  # the loop takes the loss out of the outputs and lets them go
     )
     return WorkingSet(shape, config.flatten)
 

@@ -187,9 +187,9 @@ def spill_bytes(layer: LayerShape, policy: DispatchPolicy) -> int:
     return policy.spill_slots * layer.expert_elements * (layer.weight_bytes + sums) + layer.expert_elements * sums
 
 
-def layer_of(shape: RunShape, *, on_accelerator: bool = True) -> LayerShape:
-    """The MoE layer of a run."""
-    model, dtypes = shape.model, shape.dtypes
+def layer_of(shape: RunShape) -> LayerShape:
+    """The MoE layer of a run, on the kind of device that its machine has."""
+    model, dtypes, on_accelerator = shape.model, shape.dtypes, shape.machine.on_accelerator
     biases = (2 * model.expert_width + model.hidden) if model.has_expert_bias else 0
     return LayerShape(
         num_tokens=shape.tokens_per_rank, num_choices=model.experts_per_token, num_experts=model.num_experts,
@@ -249,7 +249,7 @@ def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry,
     return (
         *(Entry("dispatch", name, size, back) for name, size in kept),
         Entry("dispatch", "gradients of routes at the combine", 3 * wide, back),
-        Entry("dispatch", "expert gradients beyond them", max(0, gradients - 3 * wide - 2 * inner), back),
+        Entry("gathered", "expert gradients beyond them", max(0, gradients - 3 * wide - 2 * inner), back),
         Entry("dispatch", "rows and activations, forward", max(4 * wide, wide + 4 * inner), forward),
     )
 

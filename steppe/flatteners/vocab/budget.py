@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import HEAD_GATHERED, HEAD_GRADIENT, Entry, Moment
+from steppe.core.ledger import BLOCK_BACKWARD, HEAD_GATHERED, HEAD_GRADIENT, Entry, Moment
 from steppe.core.policy import Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape, shard_bounds
 from steppe.core.units import MiB, format_bytes
@@ -24,10 +24,13 @@ from steppe.flatteners.vocab.schedule import (
 
 ACCELERATOR_BUDGET_BYTES: Final = 256 * MiB
 ACCELERATOR_SCRATCH_BYTES: Final = 32 * MiB
+CPU_BUDGET_BYTES: Final = 16 * MiB  # and up to four times as much where the last-level cache is larger
 CPU_SCRATCH_BYTES: Final = MiB  # elementwise work stays in a core's own cache
 SMALL_VOCAB: Final = 50_000
 LARGE_VOCAB: Final = 100_000
+STATE_BYTES: Final = 4  # of an element of statistics and accumulators
 LOGITS_SHARE: Final = 0.2  # of the device's memory
+PLAIN_IN_FLOAT32: Final = ("log-softmax", "gradient of the log-softmax", "gradient of the logits")
 
 
 @dataclass(frozen=True)
@@ -147,32 +150,40 @@ def _accumulators(head: Head, *, by_rows: bool, rows_too: bool) -> dict[str, int
 
 
 def head_of(shape: RunShape) -> Head:
-    """The head of a run, on an accelerator whose GEMMs give float32 from 16-bit operands."""
+    """The head of a run. An accelerator's GEMMs give float32 from 16-bit operands; for a CPU's they are cast."""
     ranks = shape.mesh.vocab
     shards = tuple(stop - start for start, stop in shard_bounds(shape.model.vocab, ranks))
     return Head(
         rows=(shape.tokens_per_rank,) * ranks, shards=shards, hidden=shape.model.hidden,
         hidden_bytes=shape.dtypes.activation_bytes, weight_bytes=shape.dtypes.weight_bytes,
-        operand_bytes=shape.dtypes.activation_bytes,
+        operand_bytes=shape.dtypes.activation_bytes if shape.machine.on_accelerator else STATE_BYTES,
     )  # fmt: skip
 
 
 def entries(shape: RunShape, policy: VocabPolicy | Off) -> tuple[Entry, ...]:
     """Ledger entries of the `vocab` peak, which stands at the loss.
 
-    Off, whole logits live at once: 14 bytes an element for bf16 (the logits, and in float32 their copy, the log-softmax
-    and its gradient), 12 for float32.
+    Off, three float32 tensors of all logits are alive together in the loss's backward: the log-softmax, the gradient
+    into it and the one out of it, 12 bytes an element. A caller that holds the model's outputs holds the logits too,
+    until its backward is over: 14 bytes in bf16.
     """
     if isinstance(policy, Off):
         return _plain(shape)
     head = head_of(shape)
-    limits = policy.limits(ACCELERATOR_BUDGET_BYTES, ACCELERATOR_SCRATCH_BYTES)
+    limits = _limits(policy, shape.machine)
     schedule, sizes = choose(policy.schedule, head, limits, Rates.of(shape.machine))
     held = transient(schedule, head, sizes)
     terms = max(held.forward, held.backward, key=lambda named: sum(named.values()))
     terms = terms | held.accumulators | _products(head, sizes)
     terms["hidden gradient"] = shape.tokens_per_rank * head.hidden * head.hidden_bytes
     return tuple(_entry(name, size) for name, size in terms.items() if size)
+
+
+def _limits(policy: VocabPolicy, machine: MachineShape) -> Limits:
+    """On a CPU the strip follows its cache, which is looked up at run time: the least of it where nothing is asked."""
+    if machine.on_accelerator:
+        return policy.limits(ACCELERATOR_BUDGET_BYTES, ACCELERATOR_SCRATCH_BYTES)
+    return policy.limits(CPU_BUDGET_BYTES, CPU_SCRATCH_BYTES)
 
 
 def _products(head: Head, sizes: Tiles) -> dict[str, int]:
@@ -188,10 +199,11 @@ def _products(head: Head, sizes: Tiles) -> dict[str, int]:
 
 def _plain(shape: RunShape) -> tuple[Entry, ...]:
     elements = shape.tokens_per_rank * shape.model.vocab
-    narrow = shape.dtypes.activation_bytes
-    names = ["log-softmax", "gradient of the logits"]
-    names += ["logits in float32"] if narrow < 4 else []
-    return (_entry("logits", elements * narrow), *(_entry(name, elements * 4) for name in names))
+    rows = [_entry(name, elements * 4) for name in PLAIN_IN_FLOAT32]
+    if shape.holds_logits:
+        during = BLOCK_BACKWARD | {Moment.LOSS}
+        rows.append(Entry("vocab", "logits, held by the caller", elements * shape.dtypes.activation_bytes, during))
+    return tuple(rows)
 
 
 def _entry(name: str, num_bytes: int) -> Entry:

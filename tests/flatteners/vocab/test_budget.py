@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from steppe.core.errors import ConfigError
+from steppe.core.ledger import BLOCK_BACKWARD, Moment
 from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, MeshShape, ModelShape, RunShape
 from steppe.core.units import GiB, MiB
@@ -26,8 +27,16 @@ def test_plain_logits_cost_14_bytes_an_element_in_bf16_and_12_in_float32() -> No
     elements = 65_536 * 151_936
     assert total(SHAPE, OFF) == 14 * elements
     assert total(replace(SHAPE, dtypes=Dtypes(activation="float32")), OFF) == 12 * elements
-    in_float32 = next(e for e in entries(SHAPE, OFF) if e.tensor == "logits in float32")
+    in_float32 = next(e for e in entries(SHAPE, OFF) if e.tensor == "log-softmax")
     assert round(in_float32.num_bytes / GiB, 2) == 37.09  # prime-rl's 37.09 GiB
+
+
+def test_a_caller_that_holds_the_outputs_holds_the_logits_until_the_backward_is_over() -> None:
+    elements = 65_536 * 151_936
+    dropped, held = (entries(replace(SHAPE, keeps_outputs=keeps), OFF) for keeps in (False, True))
+    assert sum(e.num_bytes for e in dropped) == 12 * elements
+    (logits,) = set(held) - set(dropped)
+    assert (logits.num_bytes, logits.during) == (2 * elements, BLOCK_BACKWARD | {Moment.LOSS})
 
 
 def test_the_rings_bytes_do_not_follow_tokens_or_vocabulary() -> None:
