@@ -101,9 +101,22 @@ INLINE void update(float *restrict p, float *restrict m, float *restrict v, cons
     for (; i < n; i++) store(out, ok, i, element(p, m, v, g, gk, i, &s));
 }
 
-/* Returns 1 for an unknown pair of kinds. `g` and `out` may not overlap anything that is written. */
+/* A float32 parameter that is its own master: 28 bytes of traffic. */
+INLINE void update_in_place(float *restrict p, float *restrict m, float *restrict v, const void *restrict g, int gk,
+                            int64_t n, Step s) {
+    for (int64_t i = 0; i < n; i++) element(p, m, v, g, gk, i, &s);
+}
+
+/* Returns 1 for an unknown pair of kinds. `out` is `p` itself (float32 then) or, as `g`, overlaps nothing written. */
 CLONES int steppe_adamw(float *p, float *m, float *v, const void *g, int gk, void *out, int ok, int64_t n,
                         const Step *s) {
+    if (out == p && ok == F32) {
+        if (gk == F32) update_in_place(p, m, v, g, F32, n, *s);
+        else if (gk == BF16) update_in_place(p, m, v, g, BF16, n, *s);
+        else if (gk == F16) update_in_place(p, m, v, g, F16, n, *s);
+        else return 1;
+        return 0;
+    }
 #define CASE(G, O)                              \
     if (gk == G && ok == O) {                   \
         update(p, m, v, g, G, out, O, n, *s);   \

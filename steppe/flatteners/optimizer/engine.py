@@ -94,7 +94,8 @@ class Engine:
         Raises: HostMemoryError, with nothing changed.
         """
         first = not self.rows
-        opened = open_rows(parameters, self.state_arena, gradients=self.policy.overlap_backward)
+        in_place = self.policy.update == "host" and not self.lines.staged
+        opened = open_rows(parameters, self.state_arena, gradients=self.policy.overlap_backward, in_place=in_place)
         if first:
             self._reserve(parameters)
         self.rows.update(opened)

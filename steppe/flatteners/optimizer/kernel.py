@@ -43,7 +43,7 @@ class Kernel(Protocol):
         parameter: torch.Tensor,
         step: Step,
     ) -> None:
-        """One AdamW step over equally long vectors; `parameter` is written, never read."""  # fmt: skip
+        """One AdamW step over equally long vectors; `parameter` is written, never read. It may be `master` itself."""  # fmt: skip
 
     def add(self, total: torch.Tensor, gradient: torch.Tensor, *, fresh: bool) -> None:
         """total = gradient (fresh) or total + gradient, in float32."""
@@ -140,18 +140,22 @@ def self_test(kernel: Kernel) -> str:
     """Compare a kernel with numpy on a few vectors of every pair of kinds; what differs, or nothing."""
     plain = NumpyKernel("self-test")
     step = Step(scale=0.7, shrink=0.001, rate=-0.03, one_b1=0.1, b2=0.999, one_b2=0.001, eps=1e-9)
-    for (taken, given), length in product(product(KINDS, KINDS), (1, 67)):
+    for (taken, given), length in product(product(KINDS, (*KINDS, None)), (1, 67)):
         results = [_trial(each, taken, given, length, step) for each in (kernel, plain)]
         if not all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in zip(*results)):
             return f"gradients in {taken}, parameters in {given}, {length} elements differ from numpy's"
     return ""
 
 
-def _trial(kernel: Kernel, taken: torch.dtype, given: torch.dtype, length: int, step: Step) -> list[torch.Tensor]:
+def _trial(
+    kernel: Kernel, taken: torch.dtype, given: torch.dtype | None, length: int, step: Step
+) -> list[torch.Tensor]:
+    """Everything a kernel writes; with `given` None the parameter is its own master."""
     ramp = (np.arange(length * 4, dtype=np.float32).reshape(4, length) % 61 - 30) * np.float32(0.0371)
     master, exp_avg, exp_avg_sq, values = (torch.from_numpy(row.copy()) for row in ramp)
     exp_avg_sq.abs_()
-    gradient, parameter, total = values.to(taken), torch.empty(length, dtype=given), torch.zeros(length)
+    gradient, total = values.to(taken), torch.zeros(length)
+    parameter = master if given is None else torch.empty(length, dtype=given)
     kernel.update(master, exp_avg, exp_avg_sq, gradient, parameter, step)
     kernel.add(total, gradient, fresh=True)
     kernel.add(total, gradient, fresh=False)

@@ -5,6 +5,10 @@ parameter is its master rounded to the parameter's dtype. Weights changed behind
 then the parameter wins, element by element: where it still equals the rounded master the master keeps its extra bits.
 So masters survive weights and optimizer state being loaded in either order. Changes are noticed by version counter
 (in-place writes), address (`.data =`) and a probe of a few elements a tensor (`.data.copy_`).
+
+Note [own master]. A float32 parameter in host memory that the kernel writes in place is always equal to its master, so
+it is its own: one tensor less to hold and to write. Whoever reads the state is given a copy of it, since loaders write
+into what they are given (torch.distributed.checkpoint does), and loaded weights win.
 """
 
 from __future__ import annotations
@@ -26,11 +30,20 @@ STATE = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Row:
-    """State of one parameter: flat float32 views into the slabs, its step count, and what it last wrote."""
+    """State of one parameter: flat float32 views into the slabs, its step count, and what it last wrote.
 
-    def __init__(self, parameter: torch.Tensor, slabs: Sequence[torch.Tensor]) -> None:
-        self.master, self.exp_avg, self.exp_avg_sq = slabs[:3]
-        self.gradient = slabs[3] if len(slabs) > 3 else None  # float32 sum of what arrived during backward
+    `slabs` are exp_avg, exp_avg_sq and, if asked for, the float32 sum of what arrived during backward. Without a
+    `master` the parameter is its own (Note [own master]).
+    """
+
+    def __init__(
+        self, parameter: torch.Tensor, slabs: Sequence[torch.Tensor], master: torch.Tensor | None = None
+    ) -> None:
+        self.exp_avg, self.exp_avg_sq = slabs[:2]
+        self.gradient = slabs[2] if len(slabs) > 2 else None
+        self.owns_master = master is None
+        self.master = flat_of(sharded.local(parameter)) if master is None else master
+        self._shown: tuple[int, torch.Tensor] | None = None  # the copy that readers have, and its version
         self.step = torch.zeros((), dtype=torch.float32)
         self.arrivals = 0
         self.squares: list[float] | torch.Tensor | None = None
@@ -42,7 +55,29 @@ class Row:
         self._seen: tuple[int, int, int] | None = None
         self._strides = self.own.stride()
         self.dense = is_dense(self.own)
-        self.entry = {"step": self.step, **{name: self.shaped(getattr(self, name)) for name in reversed(STATE)}}
+        self.slabs = {"step": self.step, **{name: self.shaped(getattr(self, name)) for name in reversed(STATE[1:])}}
+        self._find_master()
+
+    def _find_master(self) -> None:
+        """A parameter that is its own master may have moved; what can't be it any more gets a master beside it."""
+        if self.owns_master and not is_own_master(self.own):  # cast, or laid out with gaps
+            self.owns_master, self.master = False, self.master.clone()
+        elif self.owns_master:
+            self.master = flat_of(self.own)
+        if not self.owns_master:
+            self.slabs["master"] = self.shaped(self.master)
+
+    @property
+    def entry(self) -> dict[str, torch.Tensor]:
+        """step, exp_avg, exp_avg_sq and master as readers see them: views of the slabs, or a copy of the weights."""
+        if not self.owns_master:
+            return self.slabs
+        if not self.unchanged():
+            self.reconcile()
+        if self._shown is None or self._shown[0] != self._shown[1]._version:
+            copy = self.shaped(self.master.clone())
+            self._shown = (copy._version, copy)
+        return {**self.slabs, "master": self._shown[1]}
 
     @torch.no_grad()
     def replace(self, parameter: torch.Tensor) -> None:
@@ -54,12 +89,16 @@ class Row:
         if new.shape != self.shape:
             raise ShapeError("shape of a parameter that has state", got=tuple(new.shape), allowed=tuple(self.shape),
                              remedy="shard or resize the model before the optimizer's first step")  # fmt: skip
+        split = self.owns_master and not is_own_master(new)
+        if split:
+            self.owns_master, self.master = False, self.master.clone()
         if new.stride() != self._strides:
-            flats = [flat for flat in (self.master, self.exp_avg, self.exp_avg_sq, self.gradient) if flat is not None]
+            master = None if self.owns_master else self.master
+            flats = [flat for flat in (master, self.exp_avg, self.exp_avg_sq, self.gradient) if flat is not None]
             values = [_view(flat, self.shape, self._strides).clone() for flat in flats]
             for flat, value in zip(flats, values):
                 _view(flat, new.shape, new.stride()).copy_(value)
-        if parameter is not old or new.stride() != self._strides:
+        if split or parameter is not old or new.stride() != self._strides:
             self.adopt(parameter)
 
     @property
@@ -68,11 +107,11 @@ class Row:
 
     @property
     def shape(self) -> torch.Size:
-        return sharded.local(self.entry["master"]).shape
+        return sharded.local(self.slabs["exp_avg"]).shape
 
     @property
     def num_elements(self) -> int:
-        return self.master.numel()
+        return self.exp_avg.numel()
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """A slab's part in the parameter's shape, strides and sharding."""
@@ -83,7 +122,7 @@ class Row:
 
     def remember(self) -> None:
         """The parameter and its master agree as of now."""
-        self._seen = self._identity()
+        self._seen, self._shown = self._identity(), None
 
     def forget(self) -> None:
         """Compare with the parameter before the next step."""
@@ -95,6 +134,11 @@ class Row:
 
     def reconcile(self) -> int:
         """Take the parameter's value wherever it is not its master rounded (Note [who wins]); how many elements."""
+        if self.owns_master:
+            self._find_master()
+        if self.owns_master:
+            self.remember()
+            return 0
         flat, changed = flat_of(self.own), 0
         for start in range(0, self.num_elements, RECONCILE):
             given = flat[start : start + RECONCILE].cpu()
@@ -106,29 +150,42 @@ class Row:
         return changed
 
 
-def open_rows(parameters: Sequence[torch.Tensor], arena: Arena, *, gradients: bool) -> dict[torch.Tensor, Row]:
-    """Allocate and first touch the slabs of these parameters: master, exp_avg, exp_avg_sq and, if asked, gradients.
+def open_rows(
+    parameters: Sequence[torch.Tensor], arena: Arena, *, gradients: bool, in_place: bool = False
+) -> dict[torch.Tensor, Row]:
+    """Allocate and first touch the slabs of these parameters: exp_avg, exp_avg_sq, if asked gradients, and masters.
 
-    Peak: 12 bytes an element (16 with gradients), each tensor rounded up to whole cache lines.
+    `in_place`: the kernel writes parameters where they are, so that those that can are their own masters.
+    Peak: 12 bytes an element (16 with gradients; 4 less for its own master), each tensor rounded up to whole cache
+    lines.
     Raises: HostMemoryError before anything is allocated.
     """
     for parameter in parameters:
         if sharded.local(parameter).is_meta:
             raise ShapeError("device of a parameter", got="meta", allowed="a device with memory",
                              remedy="give the model its weights before the first step")  # fmt: skip
-    count = 3 + gradients
+    count = 2 + gradients
     lengths = [aligned(sharded.local(p).numel()) for p in parameters]
-    total = sum(lengths)
-    slabs = arena.lend(4 * count * total, "optimizer state").view((count, total), torch.float32)
-    slabs.zero_()
-    rows, start = {}, 0
-    for parameter, length in zip(parameters, lengths):
-        own = sharded.local(parameter)
-        rows[parameter] = row = Row(parameter, [slab[start : start + own.numel()] for slab in slabs])
-        row.master.copy_(flat_of(own))
+    own_master = [in_place and is_own_master(sharded.local(p)) for p in parameters]
+    total, masters = sum(lengths), sum(itertools.compress(lengths, (not own for own in own_master)))
+    slab = arena.lend(4 * (count * total + masters), "optimizer state").view((count * total + masters,), torch.float32)
+    slab.zero_()
+    slabs, beside, rows = slab[: count * total].view(count, total), slab[count * total :], {}
+    for parameter, length, own in zip(parameters, lengths, own_master):
+        local = sharded.local(parameter)
+        taken = [slab[: local.numel()] for slab in slabs]
+        rows[parameter] = row = Row(parameter, taken, None if own else beside[: local.numel()])
+        if not own:
+            row.master.copy_(flat_of(local))
+            beside = beside[length:]
         row.remember()
-        start += length
+        slabs = slabs[:, length:]
     return rows
+
+
+def is_own_master(own: torch.Tensor) -> bool:
+    """Whether a parameter's memory can be its float32 master as well (Note [own master])."""
+    return own.dtype == torch.float32 and own.device.type == "cpu" and is_dense(own)
 
 
 def _view(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -110,6 +110,8 @@ def fill(row: Row, loaded: Loaded | None) -> None:
         return
     row.step.fill_(loaded.step)
     for key, value in loaded.tensors.items():
-        target = sharded.local(row.entry[key])
+        if key == "master" and row.owns_master:
+            continue  # weights win, and this master is the weight
+        target = sharded.local(row.slabs[key])
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)

@@ -261,6 +261,59 @@ def test_a_converted_model_goes_on_from_its_masters() -> None:
     assert_bitwise(optimizer.state[held[0]]["master"], master, "rounded weights are still their masters rounded")
 
 
+@pytest.mark.parametrize("write", [_copy, _data_copy, _data])
+def test_float32_weights_in_host_memory_are_their_own_masters_wherever_they_go(write: Any) -> None:
+    held, optimizer = train(torch.float32, 2)
+    fresh = parameters(torch.float32, seed=5)
+    for parameter, value in zip(held, fresh):
+        write(parameter, value.detach())
+    give(held, 2)
+    optimizer.step()
+    for parameter in held:
+        assert_bitwise(optimizer.state[parameter]["master"], parameter.detach())
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in held]
+    give(held, 3)
+    optimizer.step()
+    for parameter, value in zip(held, before):
+        assert_bitwise(parameter.detach(), value)
+
+
+def test_a_loader_that_writes_into_the_state_it_read_changes_no_weight() -> None:
+    """torch.distributed.checkpoint loads in place, into the tensors of the state dict."""
+    held, optimizer = train(torch.float32, 2)
+    before = [p.detach().clone() for p in held]
+    given = optimizer.state_dict()
+    for entry in given["state"].values():
+        entry["master"].fill_(7.0)
+        entry["exp_avg"].fill_(0.5)
+    optimizer.load_state_dict(given)
+    optimizer.refresh_masters()
+    for parameter, value in zip(held, before):
+        assert_bitwise(parameter.detach(), value, "weights win over loaded masters")
+        assert_bitwise(optimizer.state[parameter]["master"], value)
+        assert bool((optimizer.state[parameter]["exp_avg"] == 0.5).all())
+
+
+@pytest.mark.parametrize("first", ["cast", "load"])
+def test_a_master_comes_beside_weights_that_are_cast(first: str) -> None:
+    held, optimizer = train(torch.float32, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = [p.detach().clone() for p in held]
+    if first == "load":
+        optimizer.load_state_dict(saved)
+    for parameter in held:
+        parameter.data = parameter.data.bfloat16()
+    if first == "cast":
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    give(held, 2)
+    optimizer.step()
+    for parameter, value in zip(held, kept):
+        assert parameter.dtype == torch.bfloat16
+        assert_bitwise(optimizer.state[parameter]["master"], value, "the extra bits are kept")
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +402,7 @@ def test_host_memory_that_is_not_there_is_refused_before_it_is_allocated() -> No
 
 def test_missing_host_memory_is_named_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steppe.runtime.arena.free_host_bytes", lambda: 1000)
-    optimizer = OffloadStreamAdamW([nn.Parameter(torch.ones(1024))])
+    optimizer = OffloadStreamAdamW([nn.Parameter(torch.ones(1024, dtype=torch.bfloat16))])
     with pytest.raises(HostMemoryError, match=f"{1024 * 12 - 1000:,} bytes more than there are"):
         optimizer.materialize()
 

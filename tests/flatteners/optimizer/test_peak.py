@@ -68,6 +68,17 @@ def test_the_host_holds_12_bytes_a_parameter_and_rings(overlap: bool, bytes_each
     assert rings.high_water_bytes <= rings.reserved_bytes
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_float32_weights_in_host_memory_need_no_second_copy(overlap: bool) -> None:
+    state = Arena("state", pin=False)
+    held = [nn.Parameter(torch.randn(COUNT // 4)) for _ in range(4)]
+    optimizer = OffloadStreamAdamW(held, overlap_backward=overlap, wiring=Wiring(state=state))
+    optimizer.materialize()
+    exact = (STATE_BYTES - 4 + 4 * overlap) * COUNT
+    assert_peak(state.reserved_bytes, exact, exact // 100, "tensors end on whole cache lines")
+    assert_peak(measured_peak(optimizer.state_dict), 4 * COUNT, 4096, "readers get a copy of the weights as masters")
+
+
 def test_the_overhead_stays_below_one_percent_for_a_models_mix_of_tensors() -> None:
     hidden = 512
     shapes = [(hidden, hidden)] * 4 + [(hidden,)] * 4 + [(4 * hidden, hidden)] * 3 + [()]
