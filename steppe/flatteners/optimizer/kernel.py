@@ -43,7 +43,7 @@ class Kernel(Protocol):
         parameter: torch.Tensor,
         step: Step,
     ) -> None:
-        """One AdamW step over equally long vectors; `parameter` is written, never read. It may be `master` itself."""  # fmt: skip
+        """One AdamW step over equal lengths; `parameter` is written, never read. It may be `master` itself."""
 
     def add(self, total: torch.Tensor, gradient: torch.Tensor, *, fresh: bool) -> None:
         """total = gradient (fresh) or total + gradient, in float32."""
