@@ -14,7 +14,9 @@ from steppe.flatteners.vocab.ring import ring_dtp
 from steppe.flatteners.vocab.schedule import Head, passes, wire
 from steppe.flatteners.vocab.stats import RingStats
 from steppe.runtime import collectives
+from tests.flatteners.vocab.extended import closed_forms
 from tests.support.exactness import assert_reordered
+from tests.support.ranks import run_ranks
 
 ROW_VALUES = ("logprob", "entropy", "lse")
 
@@ -163,37 +165,98 @@ def check_laws(spec: Spec, tensors: Tensors, rank: int, stats: RingStats) -> Non
         assert stats.passes == passes(stats.schedule, head), f"{spec} rank {rank}"
 
 
-def check_parity(rank: int, world_size: int, spec: Spec) -> dict[str, float]:
-    """Every value and gradient of this rank against plain and truth, and its counters against the laws."""
-    group = collectives.world() if world_size > 1 else None
-    tensors, stats = make(spec), RingStats()
-    mine, my_grads = ours(spec, tensors, rank, group, stats)
-    eager, eager_grads = plain(spec, tensors)
-    truth, true_grads = plain(spec, tensors.to(torch.float64))
+def extended(spec: Spec, tensors: Tensors) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """`plain` in extended precision, by closed forms, rounded to float64: the truth of float64."""
+    found, grads = closed_forms(tensors, spec.want, **spec.options)
+    bare = spec.frozen == "hidden", spec.frozen.startswith("weight"), spec.frozen == "weight"
+    given = tensors.hidden, tensors.weight, tensors.bias
+    return found, [None if t is None or b else g for t, b, g in zip(given, bare, grads, strict=True)]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is the same under every schedule and tile size: the plain program's results and the truth."""
+
+    tensors: Tensors
+    plain: tuple[dict[str, Tensor], list[Tensor | None]]
+    truth: tuple[dict[str, Tensor], list[Tensor | None]]
+
+    @classmethod
+    def of(cls, spec: Spec) -> Known:
+        tensors = make(spec)
+        # float64 judged by float64 would give the plain program no error at all.
+        truth = extended(spec, tensors) if spec.dtype == "float64" else plain(spec, tensors.to(torch.float64))
+        return cls(tensors, plain(spec, tensors), truth)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank found, in float64 arrays, which hold every dtype of ours and cross a pipe cheaply."""
+
+    values: dict[str, Any]
+    grads: list[Any]
+    dtypes: tuple[torch.dtype, ...]
+    stats: RingStats
+
+
+def outcome(spec: Spec, tensors: Tensors, rank: int, group: Any) -> Outcome:
+    """One call with all its gradients; its counters are held against the laws."""
+    stats = RingStats()
+    values, grads = ours(spec, tensors, rank, group, stats)
     check_laws(spec, tensors, rank, stats)
+    held = [None if t is None else t.detach().double().numpy() for t in (*values.values(), *grads)]
+    dtypes = tuple(t.dtype for t in (*values.values(), *grads) if t is not None)
+    return Outcome(dict(zip(values, held, strict=False)), held[len(values) :], dtypes, stats)
+
+
+def outcomes(rank: int, world_size: int, specs: list[Spec]) -> list[Outcome]:
+    """Runs on each rank; tensors are made once for specs that follow one another and differ in schedule and sizes."""
+    found, group, before, tensors = [], collectives.world() if world_size > 1 else None, "", None
+    for spec in specs:
+        if (key := repr(spec.but(schedule="", sizes={}))) != before:
+            before, tensors = key, make(spec)
+        assert tensors is not None
+        found.append(outcome(spec, tensors, rank, group))
+    return found
+
+
+def judge(spec: Spec, case: Known, ranks: list[Outcome]) -> None:
+    """Values and gradients of all ranks, put together, against plain and truth."""
+    (eager, eager_grads), (truth, true_grads) = case.plain, case.truth
+    assert len({found.dtypes for found in ranks}) == 1, spec
+    dtypes = iter(ranks[0].dtypes)
     length = max(spec.width, sum(spec.rows), sum(spec.shards))
-    rows, shard = spans(spec.rows)[rank], spans(spec.shards)[rank]
-    told = f"{spec} rank {rank}"
-    for name in spec.want:
-        value = mine[name]
-        if value.dim() == 0:
-            value = collectives.all_reduce(value.detach().clone(), group)
-            expected, near = truth[name], eager[name]
-        else:
-            expected, near = truth[name][rows], eager[name][rows]
+    for name in ranks[0].values:
+        dtype = next(dtypes)
+        parts = [torch.as_tensor(found.values[name]) for found in ranks]
+        value = (torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()).to(dtype)
         if name == "num_correct":
-            assert value == eager[name], told
+            assert value == eager[name], spec
             continue
-        assert value.dtype == torch.promote_types(tensors.hidden.dtype, torch.float32), told
-        assert_reordered(value, near, expected, length=length, what=f"{name} of {told}")
-    for name, grad, near, expected, part in zip(
-        ("hidden", "weight", "bias"), my_grads, eager_grads, true_grads, (rows, shard, shard), strict=True
-    ):
-        assert (grad is None) == (expected is None), f"gradient of {name} in {told}"
-        if grad is not None:
-            assert_reordered(grad, near[part], expected[part], length=length, what=f"gradient of {name} in {told}")
-    return {"passes": stats.passes, "schedule": stats.schedule}
+        assert dtype == torch.promote_types(case.tensors.hidden.dtype, torch.float32), spec
+        assert_reordered(value, eager[name], truth[name], length=length, what=f"{name} of {spec}")
+    for place, name in enumerate(("hidden", "weight", "bias")):
+        grads, expected = [found.grads[place] for found in ranks], true_grads[place]
+        assert [grad is None for grad in grads] == [expected is None] * len(ranks), f"gradient of {name} in {spec}"
+        if expected is not None:
+            whole = torch.cat([torch.as_tensor(grad) for grad in grads]).to(next(dtypes))
+            near = eager_grads[place]
+            assert near is not None
+            assert_reordered(whole, near, expected, length=length, what=f"gradient of {name} in {spec}")
 
 
-def check_all(rank: int, world_size: int, specs: list[Spec]) -> list[dict[str, float]]:
-    return [check_parity(rank, world_size, spec) for spec in specs]
+def check_parity(spec: Spec) -> None:
+    """One process."""
+    case = Known.of(spec)
+    judge(spec, case, [outcome(spec, case.tensors, 0, None)])
+
+
+def check_on_ranks(specs: list[Spec], ranks: int, timeout_s: float = 60.0) -> None:
+    """All specs in one launch."""
+    by_rank = run_ranks(outcomes, ranks, specs, timeout_s=timeout_s)
+    before, case = "", None
+    for spec, found in zip(specs, zip(*by_rank, strict=True), strict=True):
+        if (key := repr(spec.but(schedule="", sizes={}))) != before:
+            before, case = key, Known.of(spec)
+        assert case is not None
+        judge(spec, case, list(found))
