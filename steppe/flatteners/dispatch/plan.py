@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,7 @@ def _spill(per_expert: Ints, native: Ints, cap: int, min_rows: int, ranks_per_no
     overloaded = [(-rows, rank) for rank, rows in enumerate(load) if rows - cap > min_rows]
     heapq.heapify(overloaded)
     table = per_expert.reshape(len(load), -1)
+    num_native = table.shape[1]
     experts = {rank: [(-rows, e) for e, rows in enumerate(table[rank].tolist()) if rows] for _, rank in overloaded}
     for heap in experts.values():
         heapq.heapify(heap)
@@ -110,7 +112,7 @@ def _spill(per_expert: Ints, native: Ints, cap: int, min_rows: int, ranks_per_no
         keep, local = -experts[rank][0][0], experts[rank][0][1]
         helper = helpers.least_loaded(rank)
         rows = min(load[rank] - cap, keep, max(cap - load[helper], min_rows))
-        moves.append((rank * table.shape[1] + local, helper, keep - rows, keep))
+        moves.append((rank * num_native + local, helper, keep - rows, keep))
         load[rank] -= rows
         load[helper] += rows
         helpers.update(helper)
@@ -156,7 +158,7 @@ def _assemble(per_expert: Ints, num_ranks: int, moves: list[Move], cap: int) -> 
     if not moves:
         zeros = np.zeros(num_experts, np.int64)
         return Plan(num_experts, num_ranks, natives, natives // (num_experts // num_ranks), zeros, per_expert, cap)
-    moved = np.array(moves, np.int64)
+    moved = np.fromiter(chain.from_iterable(moves), np.int64, 4 * len(moves)).reshape(-1, 4)
     keep = per_expert.copy()
     np.minimum.at(keep, moved[:, 0], moved[:, 2])
     expert = np.concatenate([natives, moved[:, 0]])

@@ -65,11 +65,11 @@ def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) 
     needed = -(-arrivals // chunk_rows)
     per_dest = _sum_by(run_dest, needed, plan.num_ranks)
     chunks = max(1, int(per_dest.max()), -(-int(counts.sum(axis=1).max()) // chunk_rows))
-    spare = _Spare(needed, arrivals, run_dest)
+    spare, rows = _Spare(needed, arrivals, run_dest), run_rows.T.astype(np.float64)
     while True:
         num_chunks = spare.hand_out(chunks)
         first = spare.first_chunks(num_chunks)
-        excess = _highest_send_rate(run_rows, first, num_chunks, chunks) / chunk_rows
+        excess = _highest_send_rate(rows, first, num_chunks, chunks) / chunk_rows
         if excess <= 1 + 1e-12:
             return Layout(plan, counts, run, run_dest, run_rows, first, num_chunks, chunks, chunk_rows)
         chunks = max(chunks + max(1, chunks // 8), math.ceil(chunks * excess - 1e-9))
@@ -88,20 +88,20 @@ def _rows_of_pieces(counts: Ints, plan: Plan, pieces: slice | Ints) -> Ints:
 def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, run_dest: Ints) -> Ints:
     """Rows of each run at each source [E_p, Q]: the natives' counts less what moved away, and what moved in."""
     ranks = plan.num_ranks
-    rows = np.zeros((ranks, len(run_dest)), np.int64)
-    wide = counts.reshape(-1, plan.num_native).astype(np.float64)  # float64 sums of integers below 2**53 are exact
-    natives = (wide @ np.ones(plan.num_native)).astype(np.int64).reshape(ranks, ranks)
-    moved = np.flatnonzero(plan.owner != plan.dest)
+    rows = np.zeros((len(run_dest), ranks), np.int64)  # filled by runs, which are contiguous this way
+    natives = np.einsum("sdm->ds", counts.reshape(ranks, ranks, plan.num_native))  # the fastest sum of a short axis
+    owner = plan.owner
+    moved = np.flatnonzero(owner != plan.dest)
     if len(moved):
-        overlap = _rows_of_pieces(counts, plan, moved)
-        away = np.zeros((len(moved), ranks))
-        away[np.arange(len(moved)), plan.owner[moved]] = 1
-        natives -= (overlap @ away).astype(np.int64)
+        overlap = _rows_of_pieces(counts, plan, moved).T
+        away = np.zeros((ranks, len(moved)))
+        away[owner[moved], np.arange(len(moved))] = 1
+        natives -= (away @ overlap).astype(np.int64)  # float64 sums of integers below 2**53 are exact
         into = run[moved]
-        heads = np.append(0, np.flatnonzero(into[1:] != into[:-1]) + 1)
-        rows[:, into[heads]] = np.add.reduceat(overlap, heads, axis=1)
-    rows[:, np.searchsorted(run_dest, np.arange(ranks))] = natives
-    return rows
+        heads = np.flatnonzero(np.concatenate(([True], into[1:] != into[:-1])))
+        rows[into[heads]] = np.add.reduceat(overlap, heads, axis=0)
+    rows[np.searchsorted(run_dest, np.arange(ranks))] = natives
+    return rows.T
 
 
 def _runs_of_pieces(plan: Plan, half: int) -> tuple[Ints, Ints]:
@@ -119,8 +119,8 @@ class _Spare:
     rows a chunk. What does not depend on that number is made once."""
 
     def __init__(self, needed: Ints, arrivals: Ints, run_dest: Ints) -> None:
-        starts = np.searchsorted(run_dest, np.arange(int(run_dest[-1]) + 1))
-        num_runs = np.diff(np.append(starts, len(run_dest)))
+        num_runs = np.bincount(run_dest)
+        starts = num_runs.cumsum() - num_runs
         several = np.flatnonzero(num_runs > 1)
         place = np.arange(int(num_runs.max()))
         self.needed, self.heads = needed, starts[run_dest]
@@ -150,12 +150,11 @@ class _Spare:
         return first
 
 
-def _highest_send_rate(run_rows: Ints, first: Ints, num_chunks: Ints, chunks: int) -> float:
-    """The most rows that any source sends in any chunk, before rounding to whole rows."""
+def _highest_send_rate(rows: NDArray[np.float64], first: Ints, num_chunks: Ints, chunks: int) -> float:
+    """The most rows that any source sends in any chunk, before rounding to whole rows; `rows` of runs are [Q, E_p]."""
     index = np.arange(chunks)[:, None]
-    active = (index >= first) & (index < first + num_chunks)
-    rate = run_rows / np.maximum(num_chunks, 1)
-    return float((active.astype(np.float64) @ rate.T).max())
+    share = ((index >= first) & (index < first + num_chunks)) / np.maximum(num_chunks, 1)
+    return float((share @ rows).max())
 
 
 @dataclass(frozen=True)
@@ -186,9 +185,11 @@ def send_tables(layout: Layout, rank: int) -> Sends:
     start = np.maximum(plan.start, first)
     rows = np.maximum(np.minimum(plan.stop, first + own[plan.expert]) - start, 0)
     cut = _cut(rows[None], layout, layout.run, layout.run_rows[rank][None], slice(None))[0]
-    length = (cut[:, 1:] - cut[:, :-1]).T  # [n, P]
+    length = np.ascontiguousarray((cut[:, 1:] - cut[:, :-1]).T)  # [n, P]
     order_start = (own.cumsum() - own)[plan.expert] + np.where(rows > 0, start - first, 0)
-    runs = _merge(order_start + cut[:, :-1].T, length)
+    at = np.flatnonzero(length)
+    chunk, piece = np.divmod(at, length.shape[1])
+    runs = _joined(order_start[piece] + cut[piece, chunk], length.reshape(-1)[at], chunk, layout.chunks)
     dests = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
     return Sends(runs, np.add.reduceat(length, dests, axis=1).tolist())
 
@@ -200,15 +201,14 @@ def receive_tables(layout: Layout, rank: int) -> Receives:
     runs = np.flatnonzero(layout.run_dest == rank)
     cut = _cut(_rows_of_pieces(layout.counts, plan, mine), layout, layout.run[mine], layout.run_rows, runs)
     length = np.ascontiguousarray((cut[:, :, 1:] - cut[:, :, :-1]).transpose(2, 0, 1))  # [n, E_p, P_own]
-    by_expert = length.transpose(0, 2, 1)
-    gather = _merge(_exclusive(length).transpose(0, 2, 1), by_expert)
-    scatter = _merge(_exclusive(by_expert).transpose(0, 2, 1), length)
+    splits = np.einsum("jsp->js", length)
+    gather, scatter = _permutations(length, splits.sum(axis=1))
     first = np.searchsorted(layout.run[mine], runs)
     chunks = list(zip(layout.first_chunk[runs].tolist(), (layout.first_chunk + layout.num_chunks)[runs].tolist()))
     group = [g for g, (start, stop) in enumerate(chunks) for _ in range(stop - start)]
     ids = np.split(plan.expert[mine], first[1:])
     return Receives(
-        splits=length.sum(axis=2).tolist(),
+        splits=splits.tolist(),
         group=group,
         experts=_experts_of_chunks(length.sum(axis=1), group, first),
         gather=gather,
@@ -261,25 +261,30 @@ def _experts_of_chunks(length: Ints, group: list[int], first: Ints) -> list[list
     return table
 
 
-def _merge(start: Ints, length: Ints) -> Ranges:
-    """The non-empty (start, length) of each chunk in order, neighbours that touch made one. Inputs are [n, ...]."""
-    chunks = len(length)
-    flat = length.reshape(-1)
-    at = np.flatnonzero(flat > 0)
-    chunk = at // (flat.size // chunks)
-    begin, rows = start.reshape(-1)[at], flat[at]
+def _permutations(length: Ints, arrivals: Ints) -> tuple[Ranges, Ranges]:
+    """Ranges that take arrivals, in (source, expert) order, to grouped rows, in (expert, source) order, and back.
+
+    `length` is [n, E_p, P_own], `arrivals` [n]. Only entries that hold rows are looked at: few, where routing is
+    skewed.
+    """
+    chunks, num_sources, num_pieces = length.shape
+    at = np.flatnonzero(length)
+    rows, chunk = length.reshape(-1)[at], at // (num_sources * num_pieces)
+    source, piece = np.divmod(at - chunk * (num_sources * num_pieces), num_pieces)
+    order = np.argsort((chunk * num_pieces + piece) * num_sources + source)
+    earlier = (arrivals.cumsum() - arrivals)[chunk]  # a chunk's entries stay together, so it serves both orders
+    arrival, by_expert, grouped = rows.cumsum() - rows - earlier, rows[order], np.empty_like(rows)
+    grouped[order] = by_expert.cumsum() - by_expert - earlier
+    return _joined(arrival[order], by_expert, chunk, chunks), _joined(grouped, rows, chunk, chunks)
+
+
+def _joined(begin: Ints, rows: Ints, chunk: Ints, chunks: int) -> Ranges:
+    """Ranges from non-empty pieces in the order of their chunks."""
     opens = np.ones(len(chunk), bool)
     opens[1:] = (begin[1:] != begin[:-1] + rows[:-1]) | (chunk[1:] != chunk[:-1])
     heads = np.flatnonzero(opens)
     total = np.add.reduceat(rows, heads) if len(heads) else rows
     return Ranges(begin[heads], total, np.searchsorted(chunk[heads], np.arange(chunks + 1)))
-
-
-def _exclusive(length: Ints) -> Ints:
-    """Rows before each entry within its chunk, in the entries' own order; [n, ...] in and out."""
-    flat = length.reshape(len(length), -1)
-    before: Ints = flat.cumsum(axis=1) - flat
-    return before.reshape(length.shape)
 
 
 def _exclusive_within(values: Ints, keys: Ints) -> Ints:
