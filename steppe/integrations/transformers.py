@@ -6,7 +6,6 @@ instance, with `lm_head.forward` the identity, so that projection and loss are o
 
 from __future__ import annotations
 
-import copy
 import difflib
 import inspect
 import json
@@ -111,51 +110,6 @@ _COUNTS = (
     "num_experts_per_tok", "head_dim", "intermediate_size", "moe_intermediate_size",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def build(config: Any, *, dtype: torch.dtype, seed: int, attention: str = "auto", experts: str = "grouped_mm") -> Any:
-    """The causal language model with random weights that are a function of the seed alone.
-
-    Raises: ConfigError where transformers doesn't know the model or the implementation asked for.
-    """
-    from transformers import AutoModelForCausalLM
-
-    chosen = None if attention == "auto" else attention
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype, attn_implementation=chosen, experts_implementation=experts
-            )
-    except (ValueError, ImportError, KeyError) as failure:
-        raise _cannot_build(config, failure) from failure
-
-
-def load(directory: str, config: Any, *, dtype: torch.dtype, attention: str, experts: str) -> Any:
-    """The model with the weights of a directory of safetensors. Raises: ConfigError."""
-    from transformers import AutoModelForCausalLM
-
-    if not Path(directory).is_dir():
-        raise ConfigError(
-            "model.weights", got=f"{directory}, which is no directory",
-            allowed='"random" or a directory of safetensors',
-            remedy="check the path; what is on the Hub has to be downloaded first",
-        )  # fmt: skip
-    chosen = None if attention == "auto" else attention
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=copy.deepcopy(config), dtype=dtype, attn_implementation=chosen,
-            experts_implementation=experts, output_loading_info=True, local_files_only=True,
-        )  # fmt: skip
-    except (ValueError, ImportError, KeyError, OSError, RuntimeError) as failure:
-        raise _cannot_build(config, failure) from failure
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise ConfigError(
-            "model.weights", got=f"{directory} without {len(missing)} of the model's tensors ({missing[0]}, ...)",
-            allowed="all of them", remedy="check that model.weights and model.config belong together",
-        )  # fmt: skip
-    return model
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -323,10 +277,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError("model.config", got=type(fields).__name__, allowed="a JSON object", remedy="check the file")
     return fields
-
-
-def _cannot_build(config: Any, failure: Exception) -> ConfigError:
-    return ConfigError(
-        f"model {config.model_type}", got=f"{failure}", allowed="a causal language model of transformers",
-        remedy="check model.config, model.shape, model.weights, model.attention and model.experts",
-    )  # fmt: skip

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from steppe.core.errors import ShapeError
 from steppe.runtime import collectives
 
 
@@ -57,3 +59,30 @@ def replicas(tensor: torch.Tensor, group: collectives.Group) -> int:
         if placement.is_replicate():
             count *= tensor.device_mesh.size(axis)
     return count
+
+
+def flat_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """[start, stop) of the whole tensor's row-major elements that this rank holds: all of a plain tensor's.
+
+    Raises: ShapeError for a tensor that is split along another dimension than the first.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.numel()
+    if any(placement.is_shard() and placement.dim != 0 for placement in tensor.placements):
+        raise ShapeError(
+            "a sharded tensor", got=f"placements {tensor.placements}", allowed="shards of the first dimension",
+            remedy="shard with fully_shard's default placement",
+        )  # fmt: skip
+    own, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
+    start = offset[0] * row if offset and own[0] else 0
+    return start, start + (own[0] * row if own else 1)
+
+
+def answers_for(tensor: torch.Tensor, group: collectives.Group) -> bool:
+    """Whether this rank is the first of those of `group` that hold the very same part."""
+    if not isinstance(tensor, DTensor):
+        return collectives.rank(group) == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return not any(place for place, placed in zip(coordinate, tensor.placements) if placed.is_replicate())

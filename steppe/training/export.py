@@ -1,4 +1,8 @@
-"""Export to Hugging Face safetensors, one full tensor at a time, in a directory that `from_pretrained` loads."""
+"""Export to Hugging Face safetensors in a directory that `from_pretrained` loads; no rank ever holds a full tensor.
+
+The files are laid out beforehand, and every rank writes its own elements to their place in them. So all ranks have to
+see one directory, as they have to for checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +12,57 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from steppe.integrations import checkpoint_files as files
 from steppe.runtime import collectives
-from steppe.training.agreement import on_rank_zero
+from steppe.runtime.sharded import answers_for
+from steppe.training.agreement import on_rank_zero, together
 
 _SHARD_BYTES = 2 * 10**9
 
 
 def shard_plan(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     """Names in order, cut into files of at most `shard_bytes` (or one tensor, where that alone is larger)."""
-    files: list[list[str]] = []
+    plan: list[list[str]] = []
     room = 0
     for name, num_bytes in sizes.items():
-        if not files or num_bytes > room:
-            files.append([])
+        if not plan or num_bytes > room:
+            plan.append([])
             room = shard_bytes
-        files[-1].append(name)
+        plan[-1].append(name)
         room -= num_bytes
-    return files
+    return plan
 
 
 def export(
     model: Any, directory: Path, group: collectives.Group, *, tokenizer_file: str = "", shard_bytes: int = _SHARD_BYTES,
+    piece_bytes: int = files.PIECE_BYTES,
 ) -> None:  # fmt: skip
-    """Write config, tokenizer and weights; all ranks take part, rank 0 writes.
+    """Write config, tokenizer and weights, each rank its own part; names and shapes are those of `save_pretrained`.
 
-    Peak: one file of `shard_bytes` and one full tensor, on the host of rank 0; one full tensor elsewhere.
+    Peak: one piece of `piece_bytes` on the host. Raises: OSError and RankFailure on all ranks; what stood in
+        `directory` before is then still there.
     """
     if isinstance(model, FSDPModule):
         model.reshard()
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
-    tensors |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
-    files = shard_plan({name: t.numel() * t.element_size() for name, t in tensors.items()}, shard_bytes)
+    tensors = files.tensors_of(model)
+    regions = {region.key: region for region in files.regions(model, tensors)}
+    sizes = {key: (r.stop - r.start) * tensors[r.owner].element_size() for key, r in regions.items()}
+    plan, dtypes = shard_plan(sizes, shard_bytes), {name: t.dtype for name, t in tensors.items()}
+    laid_out = [
+        files.plan_file(f"model-{n:05d}-of-{len(plan):05d}.safetensors", [regions[key] for key in keys], dtypes)
+        for n, keys in enumerate(plan, 1)
+    ]
+    mine = frozenset(name for name, tensor in tensors.items() if answers_for(tensor, group))
     work = directory.with_name(f".{directory.name}.tmp")
-    on_rank_zero(lambda: _start(model, work, tokenizer_file), group)
-    index: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        index |= dict.fromkeys(names, file)
-        whole = {name: _full(tensors[name]) for name in names}
-        on_rank_zero(lambda whole=whole, file=file: _write(whole, work / file), group)  # type: ignore[misc]
-    on_rank_zero(lambda: _finish(index, tensors, work, directory), group)
+    on_rank_zero(lambda: _start(model, work, laid_out, sum(sizes.values()), tokenizer_file), group)
+    together(lambda: [files.write_own(file, work, tensors, mine, piece_bytes) for file in laid_out], group)
+    on_rank_zero(lambda: _finish(work, directory), group)
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu().contiguous()
-
-
-def _start(model: nn.Module, work: Path, tokenizer_file: str) -> None:
+def _start(model: nn.Module, work: Path, laid_out: list[files.File], total: int, tokenizer_file: str) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     config: Any = model.config
@@ -68,17 +70,13 @@ def _start(model: nn.Module, work: Path, tokenizer_file: str) -> None:
     config.save_pretrained(work)
     if tokenizer_file:
         shutil.copyfile(tokenizer_file, work / "tokenizer.json")
+    for file in laid_out:
+        files.create(file, work)
+    weight_map = {region.key: file.name for file in laid_out for region in file.regions}
+    body = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (work / files.INDEX).write_text(json.dumps(body, indent=1, sort_keys=True))
 
 
-def _write(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def _finish(index: Mapping[str, str], tensors: Mapping[str, torch.Tensor], work: Path, directory: Path) -> None:
-    total = sum(t.numel() * t.element_size() for t in tensors.values())
-    body = {"metadata": {"total_size": total}, "weight_map": dict(index)}
-    (work / "model.safetensors.index.json").write_text(json.dumps(body, indent=1, sort_keys=True))
+def _finish(work: Path, directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     work.rename(directory)

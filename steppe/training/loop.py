@@ -23,7 +23,7 @@ from steppe.training import tokens
 from steppe.training.config import RunConfig
 from steppe.training.data import Batch, RowSource, WorkingSet
 from steppe.training.declared import working_set
-from steppe.training.model import build_model, join_sequences, load_model_config, shard
+from steppe.training.model import fill, join_sequences, load_model_config, make_skeleton, shard
 from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
 from steppe.training.schedule import dropout_seed, learning_rate
 
@@ -76,10 +76,12 @@ class Trainer:
         self._make()
 
     def _make(self) -> None:
-        """Model, flatteners, shards, optimizer: in this order, since flatteners place parameters of their own."""
+        """Model, flatteners, shards, weights, optimizer: in this order, since flatteners place parameters of their own
+        and nobody holds a weight that another rank will have."""
         config = self.config
         self.meshes = make_meshes(config.launch.mesh(self.world), self.device)
-        self.model = build_model(config, self.model_config)
+        made = make_skeleton(config, self.model_config)
+        self.model = made.model
         self.ulysses = join_sequences(self.model, config)
         self.flattened = attach_all(self.model, self._policies(), self.meshes)
         if config.flatten["boundary"] == OFF and config.train.checkpointing:
@@ -87,6 +89,7 @@ class Trainer:
         if config.flatten["vocab"] == OFF:
             hf.PlainLoss(self.model)
         shard(self.flattened, config, self.device)
+        fill(made, config, self.device)
         with scopes.label("optimizer"):
             self.optimizer = self._make_optimizer()
         if config.train.router_bias_rate and self.flattened.offers("update_router_bias") is None:

@@ -11,7 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from steppe import compose
 from steppe.compose import Flattened
 from steppe.core.errors import ConfigError
+from steppe.integrations import checkpoint_files, skeleton
 from steppe.integrations import transformers as hf
+from steppe.integrations.skeleton import Skeleton
 from steppe.integrations.ulysses import Ulysses
 from steppe.runtime import collectives, scopes
 from steppe.training.config import RunConfig
@@ -31,19 +33,44 @@ def load_model_config(config: RunConfig) -> Any:
     return loaded
 
 
-def build_model(config: RunConfig, model_config: Any) -> Any:
-    """The whole model on the host of this rank, equal on all ranks, in training mode.
+def make_skeleton(config: RunConfig, model_config: Any) -> Skeleton:
+    """The run's model in training mode, without a byte of weights: `fill` gives each rank its own part after sharding.
 
-    Peak: the full model in its storage type, until `shard` has cut it.
+    Raises: ConfigError.
     """
     attention = "auto" if config.model.attention == "packed" else config.model.attention
-    settings = {"dtype": DTYPES[config.model.dtype], "attention": attention, "experts": config.model.experts}
+    made = skeleton.skeleton(
+        model_config, dtype=DTYPES[config.model.dtype], attention=attention, experts=config.model.experts
+    )
+    made.model.train()
+    return made
+
+
+def fill(made: Skeleton, config: RunConfig, device: torch.device) -> None:
+    """Memory and values for this rank's part of every weight: from the seed, or from `model.weights`.
+
+    Peak: the shards and one piece, of checkpoint_files.PIECE_BYTES or 4 * skeleton.PIECE_ELEMENTS.
+    Exactness: bitwise the same weights on any ranks. Raises: ConfigError.
+    """
     with scopes.label("weights"):
+        skeleton.materialize(made.model, device)
         if config.model.weights == "random":
-            model = hf.build(model_config, seed=config.train.seed, **settings)
+            skeleton.fill_random(made.model, made.recipes, config.train.seed)
         else:
-            model = hf.load(config.model.weights, model_config, **settings)
-    return model.train()
+            unused = checkpoint_files.read(made.model, config.model.weights)
+            if unused:
+                warnings.warn(f"{len(unused)} tensors in {config.model.weights} are not the model's ({unused[0]}, ...)",
+                              stacklevel=2)  # fmt: skip
+
+
+def build_model(config: RunConfig, model_config: Any) -> Any:
+    """The whole model on the host of this rank: for those who judge, not for training.
+
+    Peak: the full model in its storage type.
+    """
+    made = make_skeleton(config, model_config)
+    fill(made, config, torch.device("cpu"))
+    return made.model
 
 
 def join_sequences(model: Any, config: RunConfig) -> Ulysses | None:

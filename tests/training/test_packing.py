@@ -7,7 +7,7 @@ import torch
 
 from steppe.integrations import transformers as hf
 from tests.support.exactness import assert_reordered
-from tests.support.float64 import FAMILIES, float64_model, toy_config
+from tests.support.float64 import FAMILIES, float64_model, toy_config, toy_model
 
 LENGTHS = (9, 1, 20, 18)
 
@@ -15,7 +15,7 @@ LENGTHS = (9, 1, 20, 18)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_documents_losses_are_those_of_the_document_alone(family: str) -> None:
     config = toy_config(family)
-    model = hf.build(config, dtype=torch.float32, seed=1)
+    model = toy_model(family, seed=1)
     truth = float64_model(config, dict(model.state_dict()))
     hf.PlainLoss(model)
     ids = torch.randint(0, 256, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
