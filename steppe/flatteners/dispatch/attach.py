@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from steppe.core.policy import Conflict
-from steppe.flatteners.dispatch import recognise, router, shared
+from steppe.flatteners.dispatch import auxiliary, recognise, router, shared
 from steppe.flatteners.dispatch.budget import DispatchPolicy
 from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.plan import check_divides
@@ -137,6 +137,9 @@ def attach(
     `mesh`: a DeviceMesh with an axis named "ep" (or one axis without a name) shards the experts over it, Shard(0);
     call `shard_complement` for FSDP2 over the other axis. Without such an axis the experts stay where they are.
 
+    The model's own auxiliary loss (`output_router_logits`) takes the frequencies of all ranks of the mesh, see
+    `router.batch_loss`: averaged over ranks by their tokens it is the whole batch's.
+
     Raises: ConfigError for a model whose experts are not recognised, or E not a multiple of E_p.
     """
     attached, axis, group = _start(model, policy, mesh, pool)
@@ -150,11 +153,15 @@ def attach(
     return attached
 
 
-def attach_plain(model: nn.Module, mesh: Any) -> Attached:
+def attach_plain(model: nn.Module, mesh: Any) -> Attached | auxiliary.SharedCounts:
     """Plain expert parallelism over the mesh's expert axis: one all-to-all there and back, everything saved.
 
+    Where that axis has one rank the experts stay as they are. The auxiliary loss is as under `attach`.
     Raises: as `attach`.
     """
+    expert_axis = _expert_axis(mesh)
+    if expert_axis is None or expert_axis.size() == 1:
+        return auxiliary.SharedCounts(model, _groups(mesh))
     attached, _, group = _start(model, DispatchPolicy(), mesh, None)
     for name, module in recognise.expert_modules(model).items():
         attached._run_by(name, module, scopes.region("dispatch", partial(plain_expert_parallel, group=group)))
@@ -173,7 +180,14 @@ def _start(
     if axis is not None:
         for module in experts.values():
             _shard(module, axis)
-    return Attached(model, policy, pool or WorkspacePool(), mesh), axis, group
+    attached = Attached(model, policy, pool or WorkspacePool(), mesh)
+    attached._undo.append(auxiliary.use_counts_of_all_ranks(model, _groups(mesh)))
+    return attached, axis, group
+
+
+def _groups(mesh: Any) -> list[collectives.Group]:
+    """One group an axis: a sum over all of them is one over all ranks of the mesh."""
+    return [] if mesh is None else [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
 
 def conflicts(*live: Any) -> tuple[Conflict, ...]:

@@ -38,14 +38,49 @@ def auxiliary_loss(
     Source: arXiv 2101.03961, equations 4 to 6.
     """
     with scopes.label("router"):
-        mask = None if attention_mask is None else attention_mask.reshape(-1).to(router_logits[0].device, torch.float32)
-        _check(router_logits, mask)
+        mask = _flat_mask(router_logits, attention_mask)
         totals = _totals(router_logits, top_k, mask)
         collectives.all_reduce(totals, group)
         counts, rows = totals[:-1], totals[-1].clamp(min=1)
-        weight = (counts * (counts.numel() / rows / rows)).float()
-        shares = [_Share.apply(logits, weight, mask) for logits in router_logits]
-        return torch.stack(shares).sum()
+        return _weighted(router_logits, counts * (counts.numel() / rows / rows), mask)
+
+
+def batch_loss(
+    router_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None, *,
+    groups: Sequence[collectives.Group] = (),
+) -> torch.Tensor | int:  # fmt: skip
+    """What transformers' `load_balancing_loss_func` is called for, with the frequencies of all ranks.
+
+    E * sum_e (frequency of e over `groups`) * (mean probability of e over this rank's tokens): the mean over ranks,
+    weighted by their tokens, is the loss of the whole batch, and so are the gradients. On one rank it is theirs.
+    `groups`: process groups whose product holds the ranks of a batch. Masks that are no tensor are for attention only.
+
+    Peak, Raises: as `auxiliary_loss`. Exactness: reordered over tokens, layers and ranks.
+    Source: arXiv 2501.11873 (global-batch load balancing).
+    """
+    if not isinstance(router_logits, tuple) or not router_logits:
+        return 0
+    with scopes.label("router"):
+        mask = _flat_mask(router_logits, attention_mask if isinstance(attention_mask, torch.Tensor) else None)
+        totals = _totals(router_logits, top_k, mask)
+        own = totals[-1].clamp(min=1)
+        for group in groups:
+            collectives.all_reduce(totals, group)
+        counts, rows = totals[:-1], totals[-1].clamp(min=1)
+        return _weighted(router_logits, counts * (counts.numel() / rows / own), mask)
+
+
+def _flat_mask(router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """[N] in float32. Raises: ShapeError."""
+    mask = None if attention_mask is None else attention_mask.reshape(-1).to(router_logits[0].device, torch.float32)
+    _check(router_logits, mask)
+    return mask
+
+
+def _weighted(router_logits: Sequence[torch.Tensor], weight: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """sum over layers and tokens of softmax(logits) . weight [E], in float32 at least."""
+    weight = weight.to(torch.promote_types(router_logits[0].dtype, torch.float32))
+    return torch.stack([_Share.apply(logits, weight, mask) for logits in router_logits]).sum()
 
 
 def updated_bias(bias: torch.Tensor, counts: Ints, rate: float) -> torch.Tensor:
@@ -86,9 +121,9 @@ class _Share(torch.autograd.Function):
         ctx.save_for_backward(logits, weight, mask)
         share = torch.zeros((), dtype=torch.float64, device=logits.device)
         for rows in _tiles(logits):
-            per_token = torch.softmax(logits[rows].float(), -1) @ weight
+            per_token = torch.softmax(logits[rows].to(weight.dtype), -1) @ weight
             share += (per_token if mask is None else per_token * mask[rows]).sum(dtype=torch.float64)
-        return share.float()
+        return share.to(weight.dtype)
 
     @staticmethod
     @once_differentiable
@@ -96,7 +131,7 @@ class _Share(torch.autograd.Function):
         logits, weight, mask = ctx.saved_tensors
         out = torch.empty_like(logits)
         for rows in _tiles(logits):
-            p = torch.softmax(logits[rows].float(), -1)
+            p = torch.softmax(logits[rows].to(weight.dtype), -1)
             inner = weight - (p @ weight)[:, None]
             scale = grad if mask is None else grad * mask[rows, None]
             out[rows] = p.mul_(inner).mul_(scale)

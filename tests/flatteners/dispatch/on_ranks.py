@@ -114,7 +114,8 @@ def sharded_model(family: str, world_size: int, expert_ranks: int, policy: Dispa
     model = float64_model(toy_config(family)).train()
     spread_routers(model)
     attached = attach_plain(model, mesh) if policy is None else attach(model, policy, mesh)
-    attached.shard_complement(mesh)
+    if hasattr(attached, "shard_complement"):
+        attached.shard_complement(mesh)
     for module in (*model.model.layers, model):
         wrapped = fully_shard(module, mesh=world)
         wrapped.set_gradient_divide_factor(1.0)
@@ -193,6 +194,32 @@ def router_logits(rank: int) -> list[torch.Tensor]:
 
 def auxiliary_shares(rank: int, world_size: int) -> torch.Tensor:
     return auxiliary_loss(router_logits(rank), 2, group=collectives.world())
+
+
+def auxiliary_steps(rank: int, world_size: int, cases: list[tuple[str, int, bool]]) -> list[dict[str, Any]]:
+    """Each (family, E_p, flattened): this rank's auxiliary loss, and full gradients of cross-entropy and it."""
+    return [_auxiliary_step(rank, world_size, *case) for case in cases]
+
+
+def _auxiliary_step(rank: int, world_size: int, family: str, expert_ranks: int, flattened: bool) -> dict[str, Any]:
+    policy = DispatchPolicy(chunk_tokens=5) if flattened else None
+    model, attached = sharded_model(family, world_size, expert_ranks, policy)
+    batches = [batch_of(r) for r in range(world_size)]
+    out = model(input_ids=batches[rank], use_cache=False, output_router_logits=True)
+    share = batches[rank].numel() / sum(batch.numel() for batch in batches)
+    (cross_entropy_of(out.logits[0], batches[rank][0], batches) + AUXILIARY * share * out.aux_loss).backward()
+    gradients = full_gradients(model)
+    attached.detach()
+    return {"gradients": gradients if rank == 0 else {}, "auxiliary": share * out.aux_loss.detach()}
+
+
+AUXILIARY = 0.5  # the coefficient: large, so that its gradient counts
+
+
+def cross_entropy_of(logits: torch.Tensor, ids: torch.Tensor, batches: list[torch.Tensor]) -> torch.Tensor:
+    """Of the next token [S,V], summed and divided by the number of labels in all batches."""
+    divisor = sum(batch.numel() - 1 for batch in batches)
+    return torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum") / divisor
 
 
 def peaks(rank: int, world_size: int, shape: LayerShape, profiles: list[str], policy: DispatchPolicy) -> list[Any]:
