@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import multiprocessing as mp
+import sys
 import tempfile
 import time
 import traceback
@@ -136,3 +137,12 @@ def _on_rank(fn: Any, rank: int, world_size: int, store: str, args: tuple[Any, .
         return fn(rank, world_size, *args)
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers layouts by mesh, and a mesh of the next call may be equal while its groups are others."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
