@@ -26,6 +26,7 @@ from steppe.core.errors import ConfigError, ConflictError
 from steppe.core.policy import OFF
 from steppe.core.shapes import MeshShape
 from steppe.flatteners import NAMES, half
+from steppe.integrations.ulysses import Ulysses
 from steppe.runtime import scopes
 from steppe.runtime.mesh import Meshes, make_meshes
 
@@ -38,6 +39,7 @@ class Flattened:
     attached: dict[str, Any]
     meshes: Meshes | None = None
     later: dict[str, Any] = field(default_factory=dict)  # policies of what attaches to the sharded parameters
+    sequence: Ulysses | None = None
 
     def offers(self, what: str) -> Any | None:
         """What an attached flattener puts in place of the plain `what`; None: nobody does."""
@@ -96,6 +98,9 @@ class Flattened:
         """Take off whatever is attached, last one first."""
         while self.attached:
             self.attached.popitem()[1].detach()
+        if self.sequence is not None:
+            self.sequence.detach()
+            self.sequence = None
 
 
 def flatten_peaks(
@@ -105,7 +110,8 @@ def flatten_peaks(
     """Attach a plan's flatteners to a Hugging Face causal language model and shard it, in the order they need.
 
     `plan`: a Plan, or a mapping of flattener names to policies. `mesh`: group sizes over the ranks of this job
-    (default: the plan's, else all ranks with groups of one). FSDP2 shards every block over all ranks; gradients are
+    (default: the plan's, else all ranks with groups of one). With sequence groups each rank is given its own S/D
+    tokens (and labels) of a row, neighbours in one group. FSDP2 shards every block over all ranks; gradients are
     summed, so divide the loss by the global number of labels.
 
     Peak: `planner.predict` of the plan. Exactness: each flattener's own.
@@ -115,13 +121,26 @@ def flatten_peaks(
     policies = getattr(plan, "policies", plan)
     refuse_foreign_sharding(model)
     meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
-    flattened = attach_all(model, policies, meshes)
+    sequence = join_sequences(model, meshes)
+    try:
+        flattened = attach_all(model, policies, meshes)
+    except BaseException:
+        if sequence is not None:
+            sequence.detach()
+        raise
+    flattened.sequence = sequence
     try:
         shard(flattened, meshes, mp_policy=mp_policy)
     except BaseException:
         flattened.detach()
         raise
     return flattened
+
+
+def join_sequences(model: nn.Module, meshes: Meshes) -> Ulysses | None:
+    """Attention over this rank's D ranks of a sequence; None where every rank has whole ones."""
+    group = meshes.sequence_group()
+    return None if group is None else Ulysses(model, group)
 
 
 def attach_all(model: Any, policies: Mapping[str, Any], meshes: Meshes | None = None) -> Flattened:

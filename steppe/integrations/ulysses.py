@@ -2,6 +2,7 @@
 
 Around any model's attention an all-to-all turns [heads, S/D] into [heads/D, S] and back. The model gets local tokens
 and local `position_ids`; global positions are gathered once a forward, since packed documents are known by them.
+Local `labels` are shifted across the ranks' borders.
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509.
 """
 
@@ -18,6 +19,7 @@ from steppe.integrations.attention import Documents, document_bounds, packed_att
 from steppe.runtime import collectives
 from steppe.runtime.collectives import Group
 
+IGNORED = -100  # transformers' label of tokens without a loss
 _serial = itertools.count()
 
 
@@ -57,7 +59,15 @@ class Ulysses:
             local = local.expand(tokens.shape[0], length)
         local = local.expand(tokens.shape[0], -1).contiguous()
         local.steppe_documents = self._documents(local)
+        if (labels := kwargs.get("labels")) is not None and kwargs.get("shift_labels") is None:
+            kwargs["shift_labels"] = self._shifted(labels)
         return args, {**kwargs, "position_ids": local, "use_cache": False}
+
+    def _shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """[B,S/D] each token's next label: the last one's is the next rank's first, and a sequence's end has none."""
+        following = collectives.all_gather(labels[:, :1].contiguous(), self.group)  # [D,B,1]
+        last = following[self.rank + 1] if self.rank + 1 < self.num_ranks else torch.full_like(labels[:, :1], IGNORED)
+        return torch.cat([labels[:, 1:], last], dim=1)
 
     def _documents(self, local: torch.Tensor) -> Documents:
         gathered = collectives.all_gather(local, self.group)  # [D,B,S/D]

@@ -53,6 +53,14 @@ def assert_reordered(
     assert truth.dtype == torch.float64, f"{what}: the truth is {truth.dtype}, not float64"
     assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)} is not {tuple(truth.shape)}"
     assert ours.dtype == plain.dtype, f"{what}: dtype {ours.dtype} is not the plain program's {plain.dtype}"
-    mine, theirs = relative_error(ours, truth), relative_error(plain, truth)
-    allowed = theirs + rounding_band(ours.dtype, length)
-    assert mine <= allowed, f"{what}: error {mine:.3e} against float64; plain {theirs:.3e}, allowed {allowed:.3e}"
+    assert_error(ours, truth, relative_error(plain, truth), length=length, what=what)
+
+
+def assert_error(
+    ours: torch.Tensor, truth: torch.Tensor, plain: float, *, length: int, dtype: torch.dtype | None = None,
+    what: str = "tensor",
+) -> None:  # fmt: skip
+    """`ours` is no farther from float64 `truth` than the `plain` program's own error plus the rounding band of `dtype`
+    (that of `ours`, unless it was computed in a narrower one)."""
+    mine, most = relative_error(ours, truth), plain + rounding_band(dtype or ours.dtype, length)
+    assert mine <= most, f"{what}: error {mine:.3e} against float64; plain {plain:.3e}, allowed {most:.3e}"
