@@ -4,6 +4,7 @@ Each flattener's `attach.py` gives `attach(model, policy, mesh)`, `conflicts(*li
 attaches has `detach()` and `stats()`. A module may say more about itself, and only then is it asked:
 
 * `MESH = (size, axes)`: the group size of MeshShape whose mesh of two axes it wants, and the axes' names;
+* `USES_LINK = True`: it moves bytes between device and host, on lanes of the one link that it is given;
 * `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them, `groups` of them and its `share` of the node;
 * `attach_plain(model, mesh)`: what the plain program does with a group of more than one rank.
 
@@ -28,6 +29,7 @@ from steppe.core.shapes import MeshShape
 from steppe.flatteners import NAMES, half
 from steppe.integrations.ulysses import Ulysses
 from steppe.runtime import scopes
+from steppe.runtime.link import HostLink
 from steppe.runtime.mesh import Meshes, make_meshes
 
 
@@ -40,6 +42,7 @@ class Flattened:
     meshes: Meshes | None = None
     later: dict[str, Any] = field(default_factory=dict)  # policies of what attaches to the sharded parameters
     sequence: Ulysses | None = None
+    link: HostLink | None = None
 
     def offers(self, what: str) -> Any | None:
         """What an attached flattener puts in place of the plain `what`; None: nobody does."""
@@ -79,7 +82,8 @@ class Flattened:
             for name, policy in list(self.later.items()):
                 share = (0, 1) if self.meshes is None else self.meshes.node_share
                 module = half(name, "attach")
-                handle = module.attach(self.model, policy, None, groups=given, share=share, lr=lr, **settings)
+                options = _link_of(module, self) | settings
+                handle = module.attach(self.model, policy, None, groups=given, share=share, lr=lr, **options)
                 self.attached[name] = handle
                 del self.later[name]
             if (attached := self.offers("optimizer")) is not None:
@@ -95,24 +99,31 @@ class Flattened:
         return tuple(line for name, stats in self.stats().items() for line in half(name, "attach").diagnose(stats))
 
     def detach(self) -> None:
-        """Take off whatever is attached, last one first."""
+        """Take off whatever is attached, last one first. Graphs in flight keep working: so does the link."""
         while self.attached:
             self.attached.popitem()[1].detach()
         if self.sequence is not None:
             self.sequence.detach()
             self.sequence = None
 
+    def close(self) -> None:
+        """Detach, finish what is on the link and end its workers."""
+        self.detach()
+        if self.link is not None:
+            self.link.close()
+
 
 def flatten_peaks(
     model: nn.Module, plan: Any, *, mesh: MeshShape | None = None, device: torch.device | None = None,
-    mp_policy: Any = None,
+    mp_policy: Any = None, link: HostLink | None = None,
 ) -> Flattened:  # fmt: skip
     """Attach a plan's flatteners to a Hugging Face causal language model and shard it, in the order they need.
 
     `plan`: a Plan, or a mapping of flattener names to policies. `mesh`: group sizes over the ranks of this job
     (default: the plan's, else all ranks with groups of one). With sequence groups each rank is given its own S/D
     tokens (and labels) of a row, neighbours in one group. FSDP2 shards every block over all ranks; gradients are
-    summed, so divide the loss by the global number of labels.
+    summed, so divide the loss by the global number of labels. All copies between device and host share one `link`
+    (default: the device's), reloads of boundaries before optimizer traffic.
 
     Peak: `planner.predict` of the plan. Exactness: each flattener's own.
     Raises: ConfigError for unknown names or group sizes that don't fit; ConflictError for what is live on the model,
@@ -123,7 +134,7 @@ def flatten_peaks(
     meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
     sequence = join_sequences(model, meshes)
     try:
-        flattened = attach_all(model, policies, meshes)
+        flattened = attach_all(model, policies, meshes, link)
     except BaseException:
         if sequence is not None:
             sequence.detach()
@@ -143,7 +154,9 @@ def join_sequences(model: nn.Module, meshes: Meshes) -> Ulysses | None:
     return None if group is None else Ulysses(model, group)
 
 
-def attach_all(model: Any, policies: Mapping[str, Any], meshes: Meshes | None = None) -> Flattened:
+def attach_all(
+    model: Any, policies: Mapping[str, Any], meshes: Meshes | None = None, link: HostLink | None = None
+) -> Flattened:
     """Attach every flattener whose policy isn't off, in the design's order; those AFTER_SHARDING wait for `optimizer`.
 
     Raises: ConfigError for an unknown flattener; ConflictError for what a flattener finds on the live model. Nothing
@@ -159,7 +172,8 @@ def attach_all(model: Any, policies: Mapping[str, Any], meshes: Meshes | None = 
             raise ConfigError(f"policy of {name}", got=repr(policy), allowed="OFF or a policy object",
                               remedy=f"steppe.OFF, or steppe.{name.title()}Policy(...)")  # fmt: skip
     wanted = {name: policies.get(name, OFF) for name in NAMES}
-    flattened = Flattened(model, {}, meshes)
+    device = torch.device("cpu" if meshes is None else meshes.device_type)
+    flattened = Flattened(model, {}, meshes, link=link or HostLink(device))
     try:
         for name, policy in wanted.items():
             _attach(flattened, name, half(name, "attach"), policy, meshes)
@@ -181,7 +195,11 @@ def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, me
     if getattr(module, "AFTER_SHARDING", False):
         flattened.later[name] = policy
     else:
-        flattened.attached[name] = module.attach(flattened.model, policy, mesh)
+        flattened.attached[name] = module.attach(flattened.model, policy, mesh, **_link_of(module, flattened))
+
+
+def _link_of(module: ModuleType, flattened: Flattened) -> dict[str, HostLink | None]:
+    return {"link": flattened.link} if getattr(module, "USES_LINK", False) else {}
 
 
 def _introduce(handles: Iterable[Any]) -> None:

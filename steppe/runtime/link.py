@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 import torch
@@ -41,6 +42,11 @@ class HostLink:
         self._servers: dict[Direction, _Server] = {}
         self._urgent: dict[Direction, list[_OrderedStreamLane]] = {"to_host": [], "to_device": []}
         self._lanes: list[Lane] = []
+
+    @property
+    def simulated(self) -> bool:
+        """Whether it stands for a link that the CPU hasn't: whoever keeps its bytes on a device then stages them."""
+        return self.device.type == "cpu" and (self._delay is not None or self._rate is not None)
 
     def lane(self, name: str, direction: Direction, *, urgent: bool = False) -> Lane:
         """A lane of this link; urgent lanes of a direction are served before the others."""
@@ -121,7 +127,9 @@ class _ServedLane(ThreadLane):
             self._server.wake.notify()
 
     def _stop(self) -> None:
-        """The link ends the worker."""
+        """What is enqueued ends first; the worker is the link's."""
+        with suppress(LaneError):
+            self.drain()
 
     def is_ready(self) -> bool:
         _, after, _ = self.heads[0][0]

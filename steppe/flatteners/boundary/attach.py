@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,8 +23,11 @@ from steppe.flatteners.boundary.report import BoundaryStats, IdleOffloadError, d
 from steppe.flatteners.boundary.schedule import Candidate
 from steppe.runtime.arena import Arena
 from steppe.runtime.lanes import Lane, open_lane
+from steppe.runtime.link import HostLink
 
-__all__ = ["SCO", "BoundaryStats", "IdleOffloadError", "attach", "conflicts", "diagnose"]
+__all__ = ["SCO", "USES_LINK", "BoundaryStats", "IdleOffloadError", "attach", "conflicts", "diagnose"]
+
+USES_LINK: Final = True
 
 
 class SCO:
@@ -207,9 +210,19 @@ class SCO:
         return 0 if self._engine is None else self._engine.chain.passed
 
 
-def attach(model: nn.Module, policy: BoundaryPolicy | Off, mesh: object = None) -> SCO | None:
-    """SCO on a model, as its policy says; None when that is off. `mesh` makes no difference: boundaries are local."""
-    return None if isinstance(policy, Off) else SCO(policy).apply(model)
+def attach(
+    model: nn.Module, policy: BoundaryPolicy | Off, mesh: object = None, *, link: HostLink | None = None
+) -> SCO | None:
+    """SCO on a model, as its policy says; None when that is off. `mesh` makes no difference: boundaries are local.
+
+    On a shared `link` its copies are the urgent ones: a backward waits for every reload, and that for its own offload.
+    """
+    if isinstance(policy, Off):
+        return None
+    lanes = None
+    if link is not None:
+        lanes = link.lane("boundary out", "to_host", urgent=True), link.lane("boundary in", "to_device", urgent=True)
+    return SCO(policy, lanes=lanes).apply(model)
 
 
 def conflicts(*live: object) -> tuple[Conflict, ...]:

@@ -15,8 +15,10 @@ from steppe.flatteners.optimizer.adamw import OffloadStreamAdamW
 from steppe.flatteners.optimizer.budget import OptimizerPolicy
 from steppe.flatteners.optimizer.crew import numa_nodes
 from steppe.flatteners.optimizer.engine import Wiring
+from steppe.runtime.link import HostLink
 
 AFTER_SHARDING: Final = True  # the state follows the parameters as FSDP2 leaves them
+USES_LINK: Final = True
 HOST_BOUND = 0.8  # share of a step spent in the host arithmetic from which on it is the slowest stage
 
 
@@ -36,20 +38,20 @@ class Attached:
 def attach(
     model: torch.nn.Module, policy: OptimizerPolicy, mesh: object = None, *,
     groups: Iterable[Mapping[str, Any]] | None = None, wiring: Wiring | None = None, share: tuple[int, int] = (0, 1),
-    **settings: Any,
+    link: HostLink | None = None, **settings: Any,
 ) -> Attached:  # fmt: skip
     """Build the optimizer of a model that is already sharded, and allocate its state at once.
 
     `groups` are parameter groups, by default all parameters in one; `share` is this process's (local rank, local ranks)
-    of the node's CPUs; `settings` are lr, betas, eps, weight_decay and
-    maximize. The mesh is read off the parameters themselves.
+    of the node's CPUs; `link` is the host link that it shares with others, whose urgent copies go first; `settings` are
+    lr, betas, eps, weight_decay and maximize. The mesh is read off the parameters themselves.
     Raises: ConflictError for the first of `conflicts(model)`; HostMemoryError before anything is allocated.
     """
     optimizer = OffloadStreamAdamW(
         [dict(group) for group in groups] if groups is not None else model.parameters(),
         bucket_bytes=policy.bucket_bytes, slots=policy.slots, update=policy.update, max_norm=policy.max_norm,
         overlap_backward=policy.overlap_backward, threads=policy.threads, streams=policy.streams, numa=policy.numa,
-        wiring=wiring or Wiring(share=share), **settings,
+        wiring=wiring or Wiring(share=share, link=link), **settings,
     )  # fmt: skip
     for conflict in conflicts(model, optimizer):
         raise ConflictError("OffloadStreamAdamW", got=conflict.what, allowed="no such pair", remedy=conflict.remedy)

@@ -19,12 +19,13 @@ from steppe.flatteners.optimizer.device import DevicePipeline
 from steppe.flatteners.optimizer.kernel import Kernel, load_kernel
 from steppe.flatteners.optimizer.norms import Squares, squares
 from steppe.flatteners.optimizer.overlap import Arrivals
-from steppe.flatteners.optimizer.pipeline import HostPipeline, Lines, Task, open_lines
+from steppe.flatteners.optimizer.pipeline import HostPipeline, Lines, Task, link_lane, open_lines
 from steppe.flatteners.optimizer.rows import Probes, Row, open_rows
 from steppe.flatteners.optimizer.schedule import aligned, num_streams, ring_slot_bytes, square_shares
 from steppe.runtime import sharded
 from steppe.runtime.arena import Arena
 from steppe.runtime.lanes import open_lane
+from steppe.runtime.link import HostLink
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Wiring:
 
     `open_lines` gives the lanes for a device (tests hand in delayed and throttled ones), `state` and `rings` are the
     arenas of the slabs and of the rings, `share` is this process's (local rank, local ranks) of the node's CPUs,
-    `poison` fills device slots with NaN between buckets.
+    `poison` fills device slots with NaN between buckets. `link` is the host link that is shared with others.
     """
 
     open_lines: Callable[[torch.device], Lines] | None = None
@@ -42,6 +43,7 @@ class Wiring:
     kernel: Kernel | None = None
     share: tuple[int, int] = (0, 1)
     poison: bool = False
+    link: HostLink | None = None
 
 
 @dataclass(eq=False)
@@ -58,7 +60,7 @@ class Engine:
         self.streams = _streams(policy)
         self.kernel = wiring.kernel or load_kernel()
         self.crews = hire(policy.threads, self.streams, policy.numa, wiring.share)
-        self.lines = wiring.open_lines(self.device) if wiring.open_lines else _lines(policy, self.device, self.streams)
+        self.lines = (wiring.open_lines or partial(_lines, policy, self.streams, wiring.link))(self.device)
         self.state_arena = wiring.state or Arena("optimizer state", pin=None if policy.update == "device" else False)
         self.rings = wiring.rings or Arena("optimizer rings")
         self.pipeline = self._pipeline()
@@ -178,11 +180,12 @@ def _streams(policy: OptimizerPolicy) -> int:
     return policy.streams
 
 
-def _lines(policy: OptimizerPolicy, device: torch.device, streams: int) -> Lines:
+def _lines(policy: OptimizerPolicy, streams: int, link: HostLink | None, device: torch.device) -> Lines:
     if policy.update == "device" and device.type == "cpu":
         # Without a link of its own the CPU still streams through slots, so that the schedule is the same everywhere.
-        return Lines(open_lane("store", device), open_lane("fetch", device), _updates(policy))
-    return open_lines(device, streams, with_updates=policy.overlap_backward or streams > 1)
+        store, fetch = link_lane(link, "store", "to_host", device), link_lane(link, "fetch", "to_device", device)
+        return Lines(store, fetch, _updates(policy))
+    return open_lines(device, streams, with_updates=policy.overlap_backward or streams > 1, link=link)
 
 
 def _updates(policy: OptimizerPolicy) -> tuple[Any, ...]:

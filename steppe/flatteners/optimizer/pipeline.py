@@ -17,6 +17,7 @@ from steppe.flatteners.optimizer.rows import Row
 from steppe.flatteners.optimizer.schedule import Bucket, Piece, Step, cut, order, shares
 from steppe.runtime.arena import Arena, Block
 from steppe.runtime.lanes import Lane, Ticket, open_lane
+from steppe.runtime.link import Direction, HostLink
 
 
 class Task(NamedTuple):
@@ -52,14 +53,23 @@ class Lines:
             lane.close()
 
 
-def open_lines(device: torch.device, streams: int, *, with_updates: bool) -> Lines:
-    """Lanes for parameters on `device`; on the CPU there is no link, so none to a device."""
+def open_lines(device: torch.device, streams: int, *, with_updates: bool, link: HostLink | None = None) -> Lines:
+    """Lanes for parameters on `device`, ordinary ones of a shared `link`; on the CPU there is no link, unless that
+    simulates one, so none to a device."""
     host = torch.device("cpu")
-    on_host = device.type == "cpu"
+    on_host = device.type == "cpu" and not (link is not None and link.simulated)
     updates = (open_lane(f"adamw {i}", host) for i in range(streams)) if with_updates or not on_host else ()
     if on_host:
         return Lines(updates=tuple(updates))
-    return Lines(open_lane("gradients", device), open_lane("parameters", device), tuple(updates))
+    gradients, parameters = (
+        link_lane(link, name, way, device) for name, way in (("gradients", "to_host"), ("parameters", "to_device"))
+    )
+    return Lines(gradients, parameters, tuple(updates))
+
+
+def link_lane(link: HostLink | None, name: str, direction: Direction, device: torch.device) -> Lane:
+    """A lane of the shared link, or one of its own."""
+    return open_lane(name, device) if link is None else link.lane(name, direction)
 
 
 class HostPipeline:
