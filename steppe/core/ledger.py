@@ -26,6 +26,7 @@ class Moment(enum.StrEnum):
     ATTENTION = "attention"  # inside the last block's attention backward: the experts' buffers are gone
     BACKWARD_END = "backward_end"  # as BACKWARD in one of the first blocks: nearly all gradients, hardly a boundary
     ATTENTION_END = "attention_end"  # as ATTENTION there
+    DENSE_END = "dense_end"  # inside the MLP backward of a leading block without experts, where a model has some
     UPDATE = "update"  # inside the optimizer's step
     EVALUATE = "evaluate"
     SAVE = "save"
@@ -34,12 +35,13 @@ class Moment(enum.StrEnum):
 STEP: Final = frozenset(
     {
         Moment.FORWARD, Moment.LOSS, Moment.UPDATE,
-        Moment.BACKWARD, Moment.ATTENTION, Moment.BACKWARD_END, Moment.ATTENTION_END,
+        Moment.BACKWARD, Moment.ATTENTION, Moment.BACKWARD_END, Moment.ATTENTION_END, Moment.DENSE_END,
     }
 )  # fmt: skip
 MLP_BACKWARD: Final = frozenset({Moment.BACKWARD, Moment.BACKWARD_END})
 ATTENTION_BACKWARD: Final = frozenset({Moment.ATTENTION, Moment.ATTENTION_END})
-BLOCK_BACKWARD: Final = MLP_BACKWARD | ATTENTION_BACKWARD
+BLOCK_BACKWARD: Final = MLP_BACKWARD | ATTENTION_BACKWARD | {Moment.DENSE_END}
+FIRST_BLOCKS: Final = frozenset({Moment.BACKWARD_END, Moment.ATTENTION_END, Moment.DENSE_END})
 ALWAYS: Final = frozenset(Moment)
 
 # Tensors of every program that a flattener may make needless: its budget names them in `replaces(policy)`.
@@ -47,6 +49,9 @@ HEAD_GATHERED: Final = "head, gathered"
 HEAD_GRADIENT: Final = "head's gradient, unsharded"
 GRADIENT_SHARDS: Final = "gradients of the shards"
 EARLY_GRADIENTS: Final = "gradients of the shards so far"
+ROUTER_LOSS: Final = (
+    "router logits of all blocks", "their softmax", "one-hot of the chosen experts", "its float32 copy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class ModelShape:
     has_attention_sinks: bool = False  # no fused backward in eager stacks: scores are materialised
     has_qk_norm: bool = False
     qk_norm_over_heads: bool = False  # one norm over all heads together (OLMoE) instead of one head's width
-    has_router_loss: bool = False  # the auxiliary loss is on: plain transformers builds its one-hot
+    has_router_loss: bool = False  # the auxiliary loss is on
+    has_router_one_hot: bool = False  # and built over a one-hot of all layers, as transformers before 5.16 does
     extra_parameters: int = 0  # dense parameters that the config doesn't describe (a vision tower, adapters)
 
     @property
@@ -76,7 +77,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         for name, size in (("D", self.sequence), ("E_p", self.expert), ("P", self.vocab)):
             if size < 1 or self.world % size:
-                divisors = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
+                divisors = ", ".join(str(n) for n in range(1, min(self.world, 2**12) + 1) if self.world % n == 0)
                 raise ConfigError(
                     f"group size {name}", got=size, allowed=f"a divisor of the {self.world} ranks ({divisors})",
                     remedy=f"choose {name} among these",

@@ -22,14 +22,23 @@ _BYTE_UNITS: Final = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _TOKEN_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20}
-_NUMBER: Final = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*$")
+_DIGITS: Final = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"  # a decimal comma is none of them
+_NUMBER: Final = re.compile(rf"^\s*((?:{_DIGITS})(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_BITS: Final = re.compile(r"^[KMGT]i?b$")
+_LARGEST: Final = 10**18  # beyond it somebody has slipped: an exabyte, or a context nobody trains
 
 
 def _split(text: str, what: str, allowed: str) -> tuple[float, str]:
     found = _NUMBER.match(text)
     if found is None:
-        raise ConfigError(what, got=repr(text), allowed=allowed, remedy="write a number, then a unit")
+        raise ConfigError(what, got=repr(text), allowed=allowed, remedy="write a number, 0 or more, then a unit")
     return float(found.group(1).replace(",", "").replace("_", "")), found.group(2)
+
+
+def _whole(value: float, text: str, what: str, allowed: str) -> int:
+    if value > _LARGEST:
+        raise ConfigError(what, got=repr(text), allowed=f"{allowed}, up to 10^18", remedy="check the number and unit")
+    return round(value)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -38,9 +47,14 @@ def parse_bytes(text: str | int) -> int:
         return text
     allowed = "a number and one of B, KB, MB, GB, TB (powers of 10) or KiB, MiB, GiB, TiB (powers of 2)"
     value, unit = _split(text, "size in bytes", allowed)
+    if _BITS.match(unit):
+        raise ConfigError(
+            "size in bytes", got=f"{text!r}, which reads as bits", allowed=allowed,
+            remedy="write GB with a capital B; 8 Gb are 1 GB",
+        )  # fmt: skip
     if unit.upper() not in _BYTE_UNITS:
         raise ConfigError("size in bytes", got=repr(text), allowed=allowed, remedy="write GiB or GB in full")
-    return round(value * _BYTE_UNITS[unit.upper()])
+    return _whole(value * _BYTE_UNITS[unit.upper()], text, "size in bytes", allowed)
 
 
 def parse_tokens(text: str | int) -> int:
@@ -51,7 +65,7 @@ def parse_tokens(text: str | int) -> int:
     value, unit = _split(text, "number of tokens", allowed)
     if unit.upper() not in _TOKEN_UNITS:
         raise ConfigError("number of tokens", got=repr(text), allowed=allowed, remedy="write for example 65536 or 64K")
-    return round(value * _TOKEN_UNITS[unit.upper()])
+    return _whole(value * _TOKEN_UNITS[unit.upper()], text, "number of tokens", allowed)
 
 
 def parse_rate(text: str | float) -> float:

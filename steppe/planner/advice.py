@@ -1,43 +1,101 @@
-"""What to do about a measured step: how large each peak is, which hits the ceiling first, what flattening it gives."""
+"""What to do about a step's memory, measured or predicted: who holds the peak, what to switch on, what saves nothing.
+
+One decision tree for both. It asks one question only, `without(owners)`: the device peak in bytes if these owners had
+held nothing. A measured step answers from its timeline, a predicted one from its moments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from steppe.core.ledger import PEAKS, Ledger
 from steppe.core.units import format_bytes
-from steppe.flatteners import DECISION_ORDER
 
-STANDS_OUT = 0.2  # of the device's peak
+Without = Callable[[Iterable[str]], int]
+
+SCHEDULES: Final = {
+    "dispatch": "PipelinedLLEP",
+    "vocab": "Ring-DTP",
+    "boundary": "SCO",
+    "optimizer": "OffloadStreamAdamW",
+}
+_STANDS_OUT: Final = 10  # a peak stands out when what stands then would fall by one part in so many
 
 
-def advise(ledger: Ledger, device_memory_bytes: int | None = None) -> Iterator[str]:
-    """The decision tree over a measured (or predicted) ledger, a sentence each.
+def predicted_without(ledger: Ledger) -> Without:
+    """`without` of a ledger that was folded from entries."""
 
-    Flattening a peak helps only while it stands at the moment of the device's peak: what another moment holds is
-    bounded by the peak that is left.
+    def without(owners: Iterable[str]) -> int:
+        dropped = set(owners)
+        return Ledger.from_entries(e for e in ledger.entries if e.owner not in dropped).device_peak_bytes
+
+    return without
+
+
+def savings(without: Without) -> dict[str, int]:
+    """By how many bytes the device peak would fall, at most, if one of the four peaks were gone."""
+    peak = without(())
+    return {owner: peak - without([owner]) for owner in PEAKS}
+
+
+def order(without: Without) -> list[tuple[str, int]]:
+    """(peak, device peak once it and those before it are gone): each time the one that lowers it most, if any does."""
+    chosen: list[tuple[str, int]] = []
+    height = without(())
+    while len(chosen) < len(PEAKS):
+        gone = [owner for owner, _ in chosen]
+        left = {owner: without([*gone, owner]) for owner in PEAKS if owner not in gone}
+        best = min(left, key=lambda owner: left[owner])
+        if left[best] >= height:
+            break
+        chosen.append((best, height := left[best]))
+    return chosen
+
+
+def advise(ledger: Ledger, without: Without, ceiling_bytes: int | None = None) -> tuple[str, ...]:
+    """In sentences: who holds the peak, which schedules to switch on, in which order, and which would save nothing.
+
+    When none stands out and the step doesn't fit, what is left is batch x sequence length against the ceiling.
     """
-    peak = max(ledger.device_peak_bytes, 1)
-    for name in PEAKS:
-        most, there = ledger.peaks.get(name, 0), ledger.holders.get(name, 0)
-        yield f"{name}: {format_bytes(most)} at most, {format_bytes(there)} ({there / peak:.0%}) at the device's peak"
-    yield from _what_first(ledger, peak)
-    if device_memory_bytes is not None and peak > device_memory_bytes:
-        yield f"the device misses {format_bytes(peak - device_memory_bytes)}"
-
-
-def _what_first(ledger: Ledger, peak: int) -> Iterator[str]:
-    """The largest of the four at the peak comes first; those that hold nothing there save nothing now."""
-    there = {name: ledger.holders.get(name, 0) for name in PEAKS}
-    first = max(DECISION_ORDER, key=lambda name: there[name])
-    if there[first] < STANDS_OUT * peak:
-        largest = max(ledger.holders, key=lambda owner: ledger.holders[owner], default="weights")
-        yield (
-            f"none of the four stands out (below {STANDS_OUT:.0%} each; {largest} holds most): lower batch x seqlen, "
-            "the tokens a rank holds, towards the working-set ceiling, or take more ranks"
+    height = ledger.device_peak_bytes
+    top = max(ledger.holders, key=lambda owner: ledger.holders[owner], default="other")
+    share = 100 * ledger.holders.get(top, 0) // max(1, height)
+    said = [f"The peak is {format_bytes(height)}, in {ledger.moment or 'no step'}; {top} holds {share}% of it."]
+    if ceiling_bytes is not None:
+        said.append(_against(height, ceiling_bytes))
+    worth = switch_on(without)
+    said += worth
+    least = without(PEAKS)
+    if not worth:
+        said.append("None of the four peaks stands out.")
+    if ceiling_bytes is not None and (least if worth else height) > ceiling_bytes:
+        said.append(
+            f"It will not fit by schedules alone: what is left, {format_bytes(least)}, grows with batch x sequence "
+            "length and with the weights of a rank; lower the first or use more ranks."
         )
-        return
-    yield f"{first} first: it hits the ceiling at {ledger.moment or 'the peak'}"
-    idle = [name for name in DECISION_ORDER if not there[name] and name != first]
-    if idle:
-        yield f"{' and '.join(idle)} would save nothing here until then"
+    return tuple(said)
+
+
+def switch_on(without: Without) -> list[str]:
+    """What to switch on, the most useful first, and what would save nothing; empty when no peak stands out."""
+    falls, height = [], without(())
+    for owner, low in order(without):
+        falls.append((owner, low, height - low))
+        height = low
+    worth = [(owner, low) for owner, low, fall in falls if fall * _STANDS_OUT >= low + fall]
+    said = [
+        f"{'Then' if place else 'First'} {owner} ({SCHEDULES[owner]}): the peak can fall to {format_bytes(low)}."
+        for place, (owner, low) in enumerate(worth)
+    ]
+    idle = [SCHEDULES[owner] for owner in PEAKS if owner not in dict(worth)]
+    if idle and worth:
+        said.append(f"{', '.join(idle)} would save next to nothing here.")
+    return said
+
+
+def _against(height: int, ceiling_bytes: int) -> str:
+    room = ceiling_bytes - height
+    if room >= 0:
+        return f"It fits below {format_bytes(ceiling_bytes)}, with {format_bytes(room)} to spare."
+    return f"It is {format_bytes(-room)} over the ceiling of {format_bytes(ceiling_bytes)}."

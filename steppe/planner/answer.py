@@ -10,6 +10,7 @@ from steppe.core.ledger import PEAKS
 from steppe.core.shapes import RunShape
 from steppe.core.units import format_bytes, format_tokens
 from steppe.planner import block
+from steppe.planner.advice import predicted_without, switch_on
 from steppe.planner.context import Context, in_words, max_context, max_context_plain, top_peak
 from steppe.planner.layouts import Job, check, check_weights_fit
 from steppe.planner.plan import Plan
@@ -105,8 +106,12 @@ def _sentences(job: Job, plain: Side, flattened: Side) -> list[str]:
             "attention: scores are materialised, since this model's attention sinks have no fused backward in eager "
             "code; with --attention fused (a kernel that knows sinks) they take no memory"
         )
+    if shape.model.has_router_loss:
+        how = "builds a one-hot of all layers" if shape.model.has_router_one_hot else "counts experts layer by layer"
+        told.append(f"router loss: plain transformers {how} (--transformers says which version; since 5.16 it counts)")
     if not plain.chosen.fits:
         told.append(f"plain: {_shortage(plain.chosen)}")
+        told += switch_on(predicted_without(plain.chosen.forecast.ledger))
     if not flattened.chosen.fits:
         told += [f"flattened: {_shortage(flattened.chosen)}", _ceiling(job, flattened), _smallest_world(job)]
     return told

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from steppe.core.ledger import ALWAYS, ATTENTION_BACKWARD, BLOCK_BACKWARD, MLP_BACKWARD, Entry, Moment
+from steppe.core.ledger import ALWAYS, ATTENTION_BACKWARD, BLOCK_BACKWARD, MLP_BACKWARD, ROUTER_LOSS, Entry, Moment
 from steppe.core.shapes import RunShape
 
-_ENDS = frozenset({Moment.BACKWARD_END, Moment.ATTENTION_END})
 _RUNS = BLOCK_BACKWARD | {Moment.FORWARD, Moment.LOSS, Moment.EVALUATE}
 
 
@@ -124,13 +123,11 @@ def _hidden(shape: RunShape) -> Iterator[Entry]:
     first = norm_saved_bytes(elements, itemsize, input_is_kept_elsewhere=True)
     second = norm_saved_bytes(elements, itemsize, input_is_kept_elsewhere=False)
     yield Entry("attention", "norm before attention", first, BLOCK_BACKWARD)
-    yield Entry("other", "norm before the MLP", second, MLP_BACKWARD)
+    yield Entry("other", "norm before the MLP", second, MLP_BACKWARD | {Moment.DENSE_END})
     yield Entry("other", "final norm", second, frozenset({Moment.LOSS}))
     yield Entry("other", "gradients of the hidden state", 2 * elements * itemsize, BLOCK_BACKWARD)
     forward = frozenset({Moment.FORWARD, Moment.EVALUATE})
     yield Entry("other", "residual and normed hidden state", 2 * elements * itemsize, forward)
-    left = min(2, max(model.num_layers - 1, 1))
-    yield Entry("other", "inputs of the blocks still to come", left * elements * itemsize, _ENDS)
     rotary = 2 * shape.tokens_per_rank * (model.rope_head_dim or model.head_dim) * itemsize
     yield Entry("other", "rotary tables", rotary, _RUNS)
     yield Entry("other", "token ids and labels", 2 * 8 * shape.tokens_per_rank, ALWAYS - {Moment.LOAD, Moment.SAVE})
@@ -144,14 +141,22 @@ def _router(shape: RunShape) -> Iterator[Entry]:
 
 
 def router_loss_entries(shape: RunShape) -> Iterator[Entry]:
-    """The auxiliary loss as transformers builds it: a one-hot [L,N,k,E] in int64, and its float32 copy."""
+    """The auxiliary loss as transformers computes it.
+
+    Peak: all layers' router logits, which the outputs hold, and their softmax. Before 5.16 a one-hot [L,N,k,E] in int64
+    and its float32 copy beside it; since then experts are counted layer by layer.
+    """
     model, tokens = shape.model, shape.tokens_per_rank
-    if model.has_router_loss and model.num_moe_layers:
-        during = frozenset({Moment.LOSS})
-        yield Entry("router", "one-hot of the chosen experts", one_hot_bytes(shape), during)
-        yield Entry("router", "its float32 copy", one_hot_bytes(shape) // 2, during)
-        probabilities = model.num_moe_layers * tokens * model.num_experts * (4 + shape.dtypes.activation_bytes)
-        yield Entry("router", "router logits of all blocks", probabilities, during)
+    if not (model.has_router_loss and model.num_moe_layers):
+        return
+    during = frozenset({Moment.LOSS})
+    logits = model.num_moe_layers * tokens * model.num_experts * shape.dtypes.activation_bytes
+    held, softmax, one_hot, copy = ROUTER_LOSS
+    yield Entry("router", held, logits, BLOCK_BACKWARD | during)
+    yield Entry("router", softmax, logits, during)
+    if model.has_router_one_hot:
+        yield Entry("router", one_hot, one_hot_bytes(shape), during)
+        yield Entry("router", copy, one_hot_bytes(shape) // 2, during)
 
 
 def one_hot_bytes(shape: RunShape) -> int:
@@ -163,12 +168,17 @@ def one_hot_bytes(shape: RunShape) -> int:
 def _dense_mlp(shape: RunShape) -> Iterator[Entry]:
     """Gate, up, activation and product are kept; three more of their size are alive inside the backward."""
     model = shape.model
-    width = model.shared_expert_width if model.num_moe_layers else model.dense_width
-    one = shape.tokens_per_rank * width * shape.dtypes.activation_bytes // shape.mesh.tensor
-    what = "shared expert" if model.num_moe_layers else "dense MLP"
-    if not one:
-        return
-    yield Entry("other", f"{what}, kept", 4 * one, MLP_BACKWARD)
     if not model.num_moe_layers:
-        yield Entry("other", f"{what}, gradients", 3 * one, MLP_BACKWARD)
-        yield Entry("other", f"{what}, forward", 3 * one, frozenset({Moment.FORWARD, Moment.EVALUATE}))
+        one = _mlp_tensor(shape, model.dense_width)
+        yield Entry("other", "dense MLP, kept", 4 * one, MLP_BACKWARD)
+        yield Entry("other", "dense MLP, gradients", 3 * one, MLP_BACKWARD)
+        yield Entry("other", "dense MLP, forward", 3 * one, frozenset({Moment.FORWARD, Moment.EVALUATE}))
+        return
+    yield Entry("other", "shared expert, kept", 4 * _mlp_tensor(shape, model.shared_expert_width), MLP_BACKWARD)
+    if model.num_dense_layers:
+        leading = 7 * _mlp_tensor(shape, model.dense_width)
+        yield Entry("other", "dense MLP of a leading block", leading, frozenset({Moment.DENSE_END}))
+
+
+def _mlp_tensor(shape: RunShape, width: int) -> int:
+    return shape.tokens_per_rank * width * shape.dtypes.activation_bytes // shape.mesh.tensor

@@ -6,82 +6,29 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from steppe.core.errors import ConfigError
 from steppe.core.parameters import total_parameters
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, MeshShape, ModelShape, RunShape
-from steppe.core.units import format_bytes, parse_bytes, parse_rate, parse_tokens
-from steppe.flatteners import NAMES
+from steppe.core.units import format_bytes
 from steppe.planner.answer import Answer, answer
+from steppe.planner.arguments import add_explain_arguments, add_plan_arguments, read, worlds
 from steppe.planner.layouts import Job
 
-HOST_MEMORY_RATE: Final = (
-    300e9  # of a node with two sockets; what the published update of 2.61 B parameters a GPU takes
-)
+__all__ = ["add_explain_arguments", "add_plan_arguments", "explain", "plan"]
+
+HOST_MEMORY_RATE: Final = 300e9  # of a node with two sockets: the published update of 2.61 B parameters a GPU
+NEWEST_TRANSFORMERS: Final = "5.24"  # assumed where none is installed and none is given
 BYTES_A_PARAMETER: Final = 28  # host memory traffic of one AdamW update
-RESERVE: Final = "2GiB"  # context, NCCL and fragmentation
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `steppe plan`."""
-    _add_shape_arguments(parser)
-    parser.add_argument("--ranks", default="8", help="devices W, or several as 8,16,64 (%(default)s)")
-    parser.add_argument("--on", action="append", choices=NAMES, default=[], metavar="FLATTENER", help="force it on")
-    parser.add_argument("--off", action="append", choices=NAMES, default=[], metavar="FLATTENER", help="force it off")
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
-    parser.add_argument("--out", type=Path, metavar="plan.toml", help="write the plan, for `steppe train`")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who holds the device, plain and flattened")
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--machine", type=Path, metavar="machine.toml", help="what `steppe calibrate` wrote")
-    machine.add_argument("--device-memory", type=parse_bytes, metavar="BYTES", help="of one device, as 141GB or 80GiB")
-    machine.add_argument("--reserve", type=parse_bytes, default=RESERVE, help="kept free on a device (%(default)s)")
-    machine.add_argument("--host-memory", type=parse_bytes, metavar="BYTES", help="of one node")
-    machine.add_argument("--link", type=parse_rate, metavar="RATE", help="host link each way, as 55GB/s")
-    machine.add_argument("--network", type=parse_rate, metavar="RATE", help="of one rank, as 50GB/s")
-    machine.add_argument("--host-memory-rate", type=parse_rate, metavar="RATE", help="of one node, as 300GB/s")
-    machine.add_argument("--tflops", type=float, help="matmul rate that a device reaches")
-    machine.add_argument("--fused-adamw", action="store_true", help="plain AdamW without foreach's transient")
-
-
-def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `steppe explain`."""
-    parser.add_argument("size", metavar="SIZE", help='what failed to allocate, as "37.09 GiB"; - reads the message')
-    _add_shape_arguments(parser)
-    parser.add_argument("--ranks", type=int, default=1, help="devices W (%(default)s)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks (%(default)s)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks (%(default)s)")
-    parser.add_argument("--etp", type=int, default=1, help="tensor parallel ranks of an expert (%(default)s)")
-    parser.add_argument("--parameters", type=float, help="parameters of the model, where the config doesn't tell them")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of sentences")
-
-
-def _add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a config.json, a folder with one, or a shipped name")
-    parser.add_argument("--seq-len", type=parse_tokens, required=True, metavar="S", help="tokens, as 65536, 128K or 1M")
-    parser.add_argument("--batch", "--mbs", type=int, default=1, help="sequences a rank and micro-batch (%(default)s)")
-    parser.add_argument("--micro-batches", "--gas", type=int, default=1, help="gradient accumulation (%(default)s)")
-    parser.add_argument("--sequence", "--cp", type=int, metavar="D", help="ranks of a sequence (default: chosen)")
-    parser.add_argument("--expert", "--ep", type=int, metavar="E_p", help="ranks of the experts (default: chosen)")
-    parser.add_argument("--vocab-ranks", type=int, metavar="P", help="ranks of the vocabulary (default: chosen)")
-    parser.add_argument("--vocab", type=int, metavar="V", help="vocabulary, where it differs from the config's")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="devices of a node (%(default)s)")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="what is sharded; 3 is FSDP2")
-    parser.add_argument("--router-loss", action="store_true", help="the auxiliary loss is on (output_router_logits)")
-    parser.add_argument("--attention", choices=("auto", "fused", "materialised"), default="auto", help="kernel")
-    for what in ("weight", "gradient", "state"):
-        default = "float32" if what == "state" else "bfloat16"
-        parser.add_argument(f"--{what}-dtype", choices=("float32", "bfloat16"), default=default, help="(%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of activations")
 
 
 def plan(args: argparse.Namespace) -> int:
     """Answer `steppe plan`. Raises: ConfigError for what can't be."""
     from steppe.planner.report import report, sweep_report
 
-    worlds = _worlds(args.ranks)
-    answers = [answer(args.model, _job(args, world)) for world in worlds]
+    numbers, args = worlds(args.ranks), read(args)
+    answers = [answer(args.model, _job(args, world)) for world in numbers]
     if args.json:
         told = [a.to_json() for a in answers]
         print(json.dumps(told[0] if len(told) == 1 else {"sweep": told}, indent=2))
@@ -112,6 +59,7 @@ def explain(args: argparse.Namespace) -> int:
     """Answer `steppe explain`; exit code 1 when no reading matches. Raises: ConfigError for text without a size."""
     from steppe.planner import explain as readings
 
+    args = read(args)
     text = sys.stdin.read() if args.size == "-" else args.size
     printed = readings.find_size(text)
     found = readings.explain(printed, _explained_shape(args))
@@ -129,18 +77,23 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _explained_shape(args: argparse.Namespace) -> RunShape:
+    (ranks,) = worlds(args.ranks)[:1]
     mesh = MeshShape(
-        args.ranks, args.sequence or 1, args.expert or 1, args.vocab_ranks or 1, args.tp, args.pp, args.ranks_per_node,
+        ranks, args.sequence or 1, args.expert or 1, args.vocab_ranks or 1, args.tp, args.pp, args.ranks_per_node,
         args.zero,
     )  # fmt: skip
     model = _model(args)
     if args.parameters is not None:
         more = round(args.parameters) - total_parameters(model)
         model = replace(model, extra_parameters=model.extra_parameters + more)
-    if args.etp < 1 or model.expert_width % args.etp:
-        raise ConfigError(
-            "--etp", got=args.etp, allowed=f"a divisor of the expert width {model.expert_width}", remedy="check it"
-        )
+    for flag, got, of, what in (
+        ("--etp", args.etp, model.expert_width, "the expert width"),
+        ("--tp", args.tp, model.num_heads, "the attention heads"),
+    ):
+        if of % got:
+            raise ConfigError(flag, got=got, allowed=f"a divisor of {what} {of}", remedy="check it")
+    if args.pp > model.num_layers:
+        raise ConfigError("--pp", got=args.pp, allowed=f"at most the {model.num_layers} layers", remedy="check it")
     model = replace(model, expert_width=model.expert_width // args.etp)
     return RunShape(model, _batch(args), mesh, MachineShape(), _dtypes(args), args.attention)
 
@@ -155,18 +108,15 @@ def _job(args: argparse.Namespace, world: int) -> Job:
 
 
 def _model(args: argparse.Namespace) -> ModelShape:
-    from steppe.planner.models import load_model
+    from steppe.planner.models import installed_transformers, load_model, with_router_loss
 
     model = load_model(args.model)
-    changes = {"vocab": args.vocab} if args.vocab else {}
-    return replace(model, has_router_loss=model.has_router_loss or args.router_loss, **changes)
+    if model.has_router_loss or args.router_loss:
+        model = with_router_loss(model, args.transformers or installed_transformers() or NEWEST_TRANSFORMERS)
+    return replace(model, vocab=args.vocab) if args.vocab else model
 
 
 def _batch(args: argparse.Namespace) -> BatchShape:
-    for name in ("seq_len", "batch", "micro_batches"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(flag, got=getattr(args, name), allowed="1 or more", remedy=f"raise {flag}")
     return BatchShape(args.seq_len, args.batch, args.micro_batches)
 
 
@@ -201,15 +151,3 @@ def _machine(args: argparse.Namespace) -> MachineShape:
             allowed=f"more than the {format_bytes(args.reserve)} kept free", remedy="lower --reserve",
         )  # fmt: skip
     return replace(shape, device_memory_bytes=usable)
-
-
-def _worlds(text: str) -> list[int]:
-    try:
-        worlds = [int(part) for part in text.split(",")]
-    except ValueError:
-        worlds = []
-    if not worlds or min(worlds) < 1:
-        raise ConfigError(
-            "--ranks", got=repr(text), allowed="numbers of devices, as 64 or 8,16,64", remedy="write them so"
-        )
-    return worlds

@@ -21,7 +21,8 @@ UNITS: Final = {
     "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1,
     "bytes": 1,
 }  # fmt: skip
-_SIZE: Final = re.compile(r"([0-9][0-9,]*(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|TiB|KB|MB|GB|TB|bytes|B)\b")
+_DIGITS: Final = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"  # no sign, no decimal comma
+_SIZE: Final = re.compile(rf"(?<![-\d,.])({_DIGITS})\s*(KiB|MiB|GiB|TiB|KB|MB|GB|TB|bytes|B)\b")
 _TRIED: Final = re.compile(r"[Tt]r(?:ied|ying) to allocate\s+(?:about\s+)?(.{1,40})")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from steppe.core.errors import ConfigError
 from steppe.core.shapes import ModelShape
@@ -15,6 +18,9 @@ SHIPPED: Final = Path(__file__).parent / "models"
 DENSE: Final = ("llama", "mistral", "qwen2", "qwen3")
 MOE: Final = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "deepseek_v3")
 KNOWN: Final = (*DENSE, *MOE)
+
+_LARGEST: Final = 10**9  # of any width or count
+COUNTS_EXPERTS: Final = (5, 16)  # the first transformers whose auxiliary loss counts experts layer by layer
 
 # Differences that a config.json leaves to the modelling code of its type.
 _TRAITS: Final[dict[str, dict[str, bool]]] = {
@@ -37,6 +43,27 @@ def load_model(name: str | Path) -> ModelShape:
     Raises: ConfigError for a name that is none of them, or a model type that isn't known.
     """
     return shape_from_config(_read(model_path(name)))
+
+
+def with_router_loss(model: ModelShape, transformers: str) -> ModelShape:
+    """The model with its auxiliary loss on, as that version of transformers ("5.15.1") computes it.
+
+    Raises: ConfigError for what is no version.
+    """
+    found = re.match(r"(\d+)\.(\d+)", transformers)
+    if found is None:
+        raise ConfigError("transformers version", got=repr(transformers), allowed="a version as 5.15 or 4.57.1",
+                          remedy="write the version that the run uses")  # fmt: skip
+    version = int(found.group(1)), int(found.group(2))
+    return replace(model, has_router_loss=True, has_router_one_hot=version < COUNTS_EXPERTS)
+
+
+def installed_transformers() -> str | None:
+    """The version of transformers that is installed here, from its metadata: nothing is imported."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def model_path(name: str | Path) -> Path:
@@ -73,8 +100,10 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
 
     Raises: ConfigError for an unknown model type or a missing width.
     """
-    if "text_config" in config and "hidden_size" not in config:  # multi-modal configs nest the language model
-        config = {**config["text_config"]}
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping) and "hidden_size" not in config:  # multi-modal configs nest the language model
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**tied, **nested}
     kind = str(config.get("model_type", ""))
     kind = {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}.get(kind, kind)
     if kind not in KNOWN:
@@ -84,34 +113,61 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
             "or add the type to KNOWN and its traits to _TRAITS in steppe/planner/models.py",
         )  # fmt: skip
     latent = bool(config.get("kv_lora_rank"))
-    return ModelShape(
+    shape = ModelShape(
         model_type=kind,
         hidden=_width(config, "hidden_size"),
         num_layers=_width(config, "num_hidden_layers"),
         vocab=_width(config, "vocab_size"),
         num_heads=_width(config, "num_attention_heads"),
-        num_kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
+        num_kv_heads=_width(config, "num_key_value_heads", "num_attention_heads"),
         dense_width=_width(config, "intermediate_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        sliding_window=int(config.get("sliding_window") or 0),
+        sliding_window=_count(config, "sliding_window"),
         has_router_loss=bool(config.get("output_router_logits", False)),
         **(_latent_heads(config) if latent else _grouped_heads(config)),
         **(_experts(config, kind) if kind in MOE else {}),
         **_traits(config, kind),
     )
+    _check(shape)
+    return shape
 
 
-def _width(config: Mapping[str, Any], key: str) -> int:
+def _check(model: ModelShape) -> None:
+    """Counts that no model has. Raises: ConfigError."""
+    if model.num_heads % model.num_kv_heads:
+        _refuse("num_key_value_heads", model.num_kv_heads, f"a divisor of the {model.num_heads} attention heads")
+    if not model.head_dim:
+        _refuse("num_attention_heads", model.num_heads, f"at most hidden_size {model.hidden}, or give head_dim")
+    if model.num_experts and model.experts_per_token > model.num_experts:
+        _refuse("num_experts_per_tok", model.experts_per_token, f"at most the {model.num_experts} experts")
+    if model.num_dense_layers > model.num_layers:
+        _refuse("first_k_dense_replace", model.num_dense_layers, f"at most the {model.num_layers} layers")
+
+
+def _refuse(key: str, got: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"model config, {key}", got=repr(got), allowed=allowed, remedy=f"correct {key} in config.json")
+
+
+def _width(config: Mapping[str, Any], key: str, otherwise: str = "") -> int:
+    """A positive integer at `key`, or where that is missing or null at `otherwise`."""
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"model config, {key}", got=repr(value), allowed="a positive integer", remedy=f"give {key} in config.json"
-        )
+    if value is None and otherwise:
+        return _width(config, otherwise)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+        _refuse(key, value, "a positive integer")
     return value
 
 
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """As `_width`, and 0 where it is missing, null or 0."""
+    return _width(config, key) if config.get(key) else 0
+
+
 def _grouped_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    if config.get("head_dim") is not None:
+        head_dim = _width(config, "head_dim")
+    else:
+        head_dim = _width(config, "hidden_size") // _width(config, "num_attention_heads")
     return {"head_dim": head_dim, "value_head_dim": head_dim}
 
 
@@ -121,7 +177,7 @@ def _latent_heads(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": _width(config, "qk_nope_head_dim") + rope,
         "value_head_dim": _width(config, "v_head_dim"),
         "rope_head_dim": rope,
-        "q_lora_rank": int(config.get("q_lora_rank") or 0),
+        "q_lora_rank": _count(config, "q_lora_rank"),
         "kv_lora_rank": _width(config, "kv_lora_rank"),
     }
 
@@ -129,16 +185,26 @@ def _latent_heads(config: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     key = next((key for key in counts if key in config), counts[0])
-    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
-    shared = int(config.get("n_shared_experts") or 0) if kind in ("glm4_moe", "deepseek_v3") else 0
+    width = _width(config, "moe_intermediate_size", "intermediate_size")
+    shared = _count(config, "n_shared_experts") if kind in ("glm4_moe", "deepseek_v3") else 0
     return {
         "num_experts": _width(config, key),
         "experts_per_token": _width(config, "num_experts_per_tok"),
         "expert_width": width,
         "num_shared_experts": shared,
         "shared_expert_width": shared * width,
-        "num_dense_layers": int(config.get("first_k_dense_replace") or 0),
+        "num_dense_layers": _dense_layers(config),
     }
+
+
+def _dense_layers(config: Mapping[str, Any]) -> int:
+    """Blocks without experts: the leading ones of DeepSeek and GLM, or those that Qwen lists or skips."""
+    listed, every = config.get("mlp_only_layers") or (), _count(config, "decoder_sparse_step") or 1
+    if not isinstance(listed, Sequence) or not all(isinstance(index, int) for index in listed):
+        _refuse("mlp_only_layers", listed, "a list of layer numbers")
+    layers = range(_width(config, "num_hidden_layers"))
+    skipped = [index for index in layers if index in listed or (index + 1) % every]
+    return _count(config, "first_k_dense_replace") or len(skipped)
 
 
 def _traits(config: Mapping[str, Any], kind: str) -> dict[str, Any]:

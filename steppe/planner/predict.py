@@ -70,11 +70,9 @@ def program_entries(shape: RunShape, policies: Policies = PLAIN) -> Iterator[Ent
     """Every entry of the program's ledger, those of no bytes left out."""
     replaced = frozenset(itertools.chain.from_iterable(_replaced(name, policies) for name in NAMES))
     held = with_own_head(shape) if HEAD_GATHERED in replaced else shape
-    common = [_sharding(held), _block(shape)]
+    common = [_sharding(held), _block(shape), tuple(router_loss_entries(shape))]
     if HEAD_GATHERED in replaced:
         common.append(tuple(own_head_entries(shape)))
-    if is_plain(policies):
-        common.append(tuple(router_loss_entries(shape)))
     own = (_of_flattener(name, held, policies.get(name, OFF)) for name in NAMES)
     for entry in itertools.chain(*common, *own):
         if entry.tensor not in replaced:
@@ -110,6 +108,16 @@ def _replaced(name: str, policies: Policies) -> frozenset[str]:
 def hidden_parts(policies: Policies) -> frozenset[str]:
     """Parts of the step that some flattener runs beside compute."""
     return frozenset(itertools.chain.from_iterable(said_by("hides", name, policies) for name in NAMES))
+
+
+def recompute_seconds(shape: RunShape, policies: Policies) -> float:
+    """Seconds of one micro-batch that flatteners compute again, beyond every block's own recompute."""
+    total = 0.0
+    for name in NAMES:
+        counts = getattr(half(name, "budget"), "recompute_seconds", None)
+        if counts is not None and not isinstance(policies.get(name, OFF), Off):
+            total += counts(shape, policies[name])
+    return total
 
 
 def said_by(what: str, name: str, policies: Policies) -> frozenset[str]:

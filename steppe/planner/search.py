@@ -17,7 +17,7 @@ from steppe.core.units import format_bytes
 from steppe.flatteners import DECISION_ORDER, NAMES, half
 from steppe.planner.layouts import Job, layouts
 from steppe.planner.plan import policy_class
-from steppe.planner.predict import PLAIN, Forecast, Policies, forecast, hidden_parts, is_plain
+from steppe.planner.predict import PLAIN, Forecast, Policies, forecast, hidden_parts, is_plain, recompute_seconds
 from steppe.planner.steptime import StepTime, least_seconds, step_time
 
 
@@ -49,7 +49,8 @@ class Candidate:
 
 def candidate(shape: RunShape, policies: Policies, without: frozenset[str] = frozenset()) -> Candidate:
     seen = forecast(shape, policies, without=without)
-    return Candidate(shape, policies, seen, step_time(shape, seen.ledger, hidden_parts(policies)))
+    time = step_time(shape, seen.ledger, hidden_parts(policies), recompute_seconds(shape, policies))
+    return Candidate(shape, policies, seen, time)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
 from steppe.core import parameters
 from steppe.core.ledger import (
@@ -15,6 +16,7 @@ from steppe.core.ledger import (
     ATTENTION_BACKWARD,
     BLOCK_BACKWARD,
     EARLY_GRADIENTS,
+    FIRST_BLOCKS,
     GRADIENT_SHARDS,
     HEAD_GATHERED,
     HEAD_GRADIENT,
@@ -24,7 +26,8 @@ from steppe.core.ledger import (
 )
 from steppe.core.shapes import RunShape
 
-_ENDS = frozenset({Moment.BACKWARD_END, Moment.ATTENTION_END})
+_DENSE = frozenset({Moment.DENSE_END})
+SUM_BYTES: Final = 4
 _MODEL_RUNS = frozenset({Moment.FORWARD, Moment.LOSS}) | BLOCK_BACKWARD
 
 
@@ -98,15 +101,19 @@ def _gradients(shape: RunShape) -> Iterator[Entry]:
         yield Entry("gradients", GRADIENT_SHARDS, held, STEP)
         return
     yield Entry("gradients", GRADIENT_SHARDS, held, frozenset({Moment.UPDATE}))
-    yield Entry("gradients", EARLY_GRADIENTS, _early_gradients(shape), _ENDS)
+    first, second = parameters.dense_block_parameters(shape.model), parameters.block_parameters(shape.model)
+    yield Entry("gradients", EARLY_GRADIENTS, _early_gradients(shape, second), FIRST_BLOCKS - _DENSE)
+    yield Entry("gradients", EARLY_GRADIENTS, _early_gradients(shape, first), _DENSE)
 
 
-def _early_gradients(shape: RunShape) -> int:
-    """Gradients of the blocks behind the second one; with two blocks, of the one behind the first."""
+def _early_gradients(shape: RunShape, at_work: int) -> int:
+    """Gradients of the blocks behind the second one; with two blocks, or on one rank, where nothing waits to be
+    reduced, of those behind the first, which has `at_work` parameters."""
     model = shape.model
     ends = parameters.embedding_parameters(model) * (1 if model.tied else 2)
-    blocks = parameters.total_parameters(model) - ends
-    waiting = min(2, max(model.num_layers - 1, 1)) * parameters.block_parameters(model)
+    blocks = parameters.total_parameters(model) - ends - model.extra_parameters
+    waits = shape.mesh.world > 1 and model.num_layers > 2
+    waiting = at_work + (parameters.block_parameters(model) if waits else 0)
     done = max(blocks - waiting, 0) if model.num_layers > 1 else 0
     return done * held_gradients(shape) // parameters.total_parameters(model) * shape.dtypes.gradient_bytes
 
@@ -115,10 +122,13 @@ def _gathered_blocks(shape: RunShape) -> Iterator[Entry]:
     """See Note [blocks in the backward]."""
     itemsize, layers = shape.dtypes.activation_bytes, shape.model.num_layers
     block = gathered_block(shape) * itemsize
-    runs = BLOCK_BACKWARD | {Moment.FORWARD}
+    runs = BLOCK_BACKWARD - _DENSE | {Moment.FORWARD}
     yield Entry("gathered", "block at work, gathered", block, runs)
+    if shape.model.num_dense_layers:
+        dense = parameters.dense_block_parameters(shape.model) // shape.mesh.tensor * itemsize if block else 0
+        yield Entry("gathered", "block at work, gathered", dense, _DENSE)
     if layers > 1:
-        early = runs | {Moment.LOSS} if layers > 2 else runs - _ENDS | {Moment.LOSS}
+        early = runs | {Moment.LOSS} if layers > 2 else runs - FIRST_BLOCKS | {Moment.LOSS}
         yield Entry("gathered", "next block, gathered early", block, early)
         yield from _reducing(shape)
     own = unsharded_block(shape) * itemsize
@@ -134,10 +144,10 @@ def _gathered_blocks(shape: RunShape) -> Iterator[Entry]:
 
 def _reducing(shape: RunShape) -> Iterator[Entry]:
     what, num_bytes = "last block's gradients, being reduced", reduced_block(shape) * shape.dtypes.gradient_bytes
-    yield Entry("gathered", what, num_bytes, _ENDS)
+    yield Entry("gathered", what, num_bytes, FIRST_BLOCKS)
     if shape.model.num_layers > 2:
         boundary = shape.tokens_per_rank * shape.model.hidden * shape.dtypes.activation_bytes
-        yield Entry("gathered", what, max(num_bytes - boundary, 0), BLOCK_BACKWARD - _ENDS)
+        yield Entry("gathered", what, max(num_bytes - boundary, 0), BLOCK_BACKWARD - FIRST_BLOCKS)
 
 
 def _gathered_ends(shape: RunShape) -> Iterator[Entry]:
@@ -157,6 +167,8 @@ def with_own_head(shape: RunShape) -> RunShape:
 
 
 def own_head_entries(shape: RunShape) -> Iterator[Entry]:
-    """The gradient of this rank's part of the head, there from the loss to the update."""
+    """The gradient of this rank's part of the head, there from the loss to the update. A float32 one is what the loss
+    adds into; a narrower one is made of its sums when the loss is over."""
     part = parameters.embedding_parameters(shape.model) // shape.mesh.vocab * shape.dtypes.gradient_bytes
-    yield Entry("gradients", EARLY_GRADIENTS, part, BLOCK_BACKWARD - _ENDS)
+    wide = shape.dtypes.gradient_bytes >= SUM_BYTES
+    yield Entry("gradients", EARLY_GRADIENTS, part, BLOCK_BACKWARD | ({Moment.LOSS} if wide else frozenset()))

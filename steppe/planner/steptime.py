@@ -51,12 +51,13 @@ class StepTime:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def step_time(shape: RunShape, ledger: Ledger, hidden: Iterable[str] = ()) -> StepTime:
-    """Model the step whose ledger is given (it says what lies on the host); `hidden`: parts that flatteners hide."""
+def step_time(shape: RunShape, ledger: Ledger, hidden: Iterable[str] = (), recompute: float = 0.0) -> StepTime:
+    """Model the step whose ledger is given (it says what lies on the host). `hidden`: parts that flatteners hide;
+    `recompute`: seconds of a micro-batch that they compute again, beyond every block's own recompute."""
     machine, batches = shape.machine, shape.batch.micro_batches
     streams = host_bytes_in_passing(ledger) * batches
     parts = {
-        "compute": batches * micro_batch_operations(shape) / machine.matmul_rate,
+        "compute": batches * (micro_batch_operations(shape) / machine.matmul_rate + recompute),
         "gathers": batches * gathered_bytes(shape) / machine.network_rate,
         "link": max(streams / machine.to_host_rate, streams / machine.to_device_rate),
         "expert exchange": batches * expert_exchange_bytes(shape) / machine.network_rate,

@@ -1,4 +1,4 @@
-"""What a measured ledger says: the table, what each schedule could save at most, and which to switch on first.
+"""What a measured ledger says: the table, and what the planner's decision tree (advice.py) makes of the timeline.
 
 Pure functions over ledgers and timelines.
 """
@@ -6,19 +6,14 @@ Pure functions over ledgers and timelines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from steppe.core.ledger import OWNERS, PEAKS, Ledger
 from steppe.core.units import format_bytes
+from steppe.planner import advice as advice_of
 from steppe.runtime.timeline import Timeline
 
-SCHEDULES: Final = {
-    "dispatch": "PipelinedLLEP",
-    "vocab": "Ring-DTP",
-    "boundary": "SCO",
-    "optimizer": "OffloadStreamAdamW",
-}
-_STANDS_OUT: Final = 10  # a peak stands out when what stands then would fall by one part in so many
 _BAR: Final = 24
 
 
@@ -31,64 +26,17 @@ def without(timeline: Timeline, owners: Iterable[str]) -> int:
 
 def savings(timeline: Timeline) -> dict[str, int]:
     """By how many bytes the device peak would fall, at most, if one of the four peaks were gone."""
-    peak = timeline.peak[1]
-    return {owner: peak - without(timeline, [owner]) for owner in PEAKS}
+    return advice_of.savings(partial(without, timeline))
 
 
 def order(timeline: Timeline) -> list[tuple[str, int]]:
     """(peak, device peak once it and those before it are gone): each time the one that lowers it most, if any does."""
-    chosen: list[tuple[str, int]] = []
-    height = timeline.peak[1]
-    while len(chosen) < len(PEAKS):
-        gone = [owner for owner, _ in chosen]
-        left = {owner: without(timeline, [*gone, owner]) for owner in PEAKS if owner not in gone}
-        best = min(left, key=lambda owner: left[owner])
-        if left[best] >= height:
-            break
-        chosen.append((best, height := left[best]))
-    return chosen
+    return advice_of.order(partial(without, timeline))
 
 
 def advice(ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None) -> tuple[str, ...]:
-    """In sentences: who holds the peak, which schedules to switch on, in which order, and which would save nothing."""
-    height = ledger.device_peak_bytes
-    top = max(ledger.holders, key=lambda owner: ledger.holders[owner], default="other")
-    share = 100 * ledger.holders.get(top, 0) // max(1, height)
-    said = [f"The peak is {format_bytes(height)}, in {ledger.moment or 'no step'}; {top} holds {share}% of it."]
-    if ceiling_bytes is not None:
-        said.append(_against(height, ceiling_bytes))
-    worth = [(owner, low) for owner, low, fall in _falls(timeline) if fall * _STANDS_OUT >= low + fall]
-    for place, (owner, low) in enumerate(worth):
-        first = "First" if place == 0 else "Then"
-        said.append(f"{first} {owner} ({SCHEDULES[owner]}): the peak can fall to {format_bytes(low)}.")
-    idle = [SCHEDULES[owner] for owner in PEAKS if owner not in dict(worth)]
-    if idle and worth:
-        said.append(f"{', '.join(idle)} would save next to nothing here.")
-    least = without(timeline, PEAKS)
-    if not worth:
-        said.append("None of the four peaks stands out.")
-    if ceiling_bytes is not None and (least if worth else height) > ceiling_bytes:
-        said.append(
-            f"It will not fit by schedules alone: what is left, {format_bytes(least)}, grows with batch x sequence "
-            "length and with the weights of a rank; lower the first or use more ranks."
-        )
-    return tuple(said)
-
-
-def _falls(timeline: Timeline) -> list[tuple[str, int, int]]:
-    """(peak, height once it is gone too, bytes that this takes off) in the order in which to switch on."""
-    falls, height = [], timeline.peak[1]
-    for owner, low in order(timeline):
-        falls.append((owner, low, height - low))
-        height = low
-    return falls
-
-
-def _against(height: int, ceiling_bytes: int) -> str:
-    room = ceiling_bytes - height
-    if room >= 0:
-        return f"It fits below {format_bytes(ceiling_bytes)}, with {format_bytes(room)} to spare."
-    return f"It is {format_bytes(-room)} over the ceiling of {format_bytes(ceiling_bytes)}."
+    """The planner's decision tree over a measured step, in sentences."""
+    return advice_of.advise(ledger, partial(without, timeline), ceiling_bytes)
 
 
 def table(ledgers: Mapping[str, Ledger]) -> str:

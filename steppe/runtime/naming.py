@@ -147,6 +147,9 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """States that lie in the optimizer; where reading them would make them (a copy of the weights, say), none."""
+    if getattr(optimizer, "state_is_made_when_read", False):
+        return
     for state in optimizer.state.values():
         yield from (leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -186,3 +187,86 @@ def test_other_stacks_words_describe_their_runs(capsys: pytest.CaptureFixture[st
     code, _, err = run(capsys, "explain", "13.22 GiB", *asked, "--etp", "5")
     assert code == 2
     assert "a divisor of the expert width 1536" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--seq-len", "-5"], "--seq-len: got '-5'"),
+        (["--seq-len", "0"], "--seq-len: got 0; allowed: 1 or more"),
+        (["--seq-len", "1,5K"], "--seq-len: got '1,5K'"),  # a decimal comma is no thousands separator
+        (["--seq-len", "1e400"], "up to 10^18"),
+        (["--batch", "-5"], "--batch: got -5; allowed: 1 or more"),
+        (["--batch", "1.5"], "a whole number"),
+        (["--micro-batches", "0"], "--micro-batches: got 0"),
+        (["--sequence", "0"], "--sequence: got 0"),
+        (["--expert", "-8"], "--expert: got -8"),
+        (["--vocab-ranks", "0"], "--vocab-ranks: got 0"),
+        (["--vocab", "-1"], "--vocab: got -1"),
+        (["--ranks-per-node", "0"], "--ranks-per-node: got 0"),
+        (["--ranks", "-8"], "--ranks: got '-8'"),
+        (["--ranks", "99999999999"], "1 to 1,048,576"),
+        (["--tflops", "0"], "--tflops: got 0"),
+        (["--tflops", "nan"], "--tflops: got nan"),
+        (["--link", "0GB/s"], "--link: got 0GB/s"),
+        (["--network", "400Gb/s"], "8 Gb are 1 GB"),  # links are sold in bits
+        (["--device-memory=-80GB"], "--device-memory: got '-80GB'"),
+        (["--device-memory", "80"], "kept free"),
+        (["--host-memory", "0"], "--host-memory: got 0"),
+        (["--router-loss", "--transformers", "main"], "5.15 or 4.57.1"),
+        (["--machine", "no-such.toml"], "no-such.toml"),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused_with_their_flag(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    asked = ["plan", "qwen3-30b-a3b", *flags] + ([] if "--seq-len" in flags else ["--seq-len", "8K"])
+    code, _, err = run(capsys, *asked)
+    assert code == 2
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tp", "0"], "--tp: got 0"),
+        (["--tp", "7"], "a divisor of the attention heads 32"),
+        (["--pp", "99"], "at most the 48 layers"),
+        (["--parameters", "nan"], "--parameters: got nan"),
+        (["--ranks", "0"], "--ranks: got '0'"),
+        (["--ranks", "8", "--sequence", "3"], "group size D: got 3"),
+    ],
+)
+def test_explain_refuses_groups_that_no_run_has(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    code, _, err = run(capsys, "explain", "1.00 GiB", "qwen3-30b-a3b", "--seq-len", "8K", *flags)
+    assert code == 2
+    assert words in err
+
+
+@pytest.mark.parametrize("size", ["-5 GiB", "37,09 GiB", "1.2.3 GiB"])
+def test_sizes_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    code, _, err = run(capsys, "explain", size, "qwen3-0.6b", "--seq-len", "64K")
+    assert code == 2
+    assert "Tried to allocate" in err
+
+
+def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "explain", "calibrate"):
+        with pytest.raises(SystemExit) as left:
+            cli.main([command, "--help"])
+        assert left.value.code == 0
+        out = capsys.readouterr().out
+        for flag in re.findall(r"^  (--[a-z-]+)", out, flags=re.MULTILINE):
+            about = out.split(f"  {flag}", 1)[1].split("\n  -", 1)[0]
+            assert len(about.split()) >= 4, (command, flag)
+
+
+def test_the_router_losss_version_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "qwen3-30b-a3b", "--seq-len", "128K", "--ranks", "16", "--router-loss"]
+    _, out, _ = run(capsys, *asked, "--transformers", "5.15.1")
+    assert "builds a one-hot of all layers" in out
+    _, out, _ = run(capsys, *asked, "--transformers", "5.24.0")
+    assert "counts experts layer by layer" in out

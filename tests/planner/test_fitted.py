@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,3 +83,16 @@ def test_too_little_host_memory_for_all_boundaries_is_fitted_not_refused() -> No
     tight = search(replace(asked, machine=replace(ROOMY, host_memory_bytes=host - 1)))
     assert tight.fits
     assert tight.forecast.host_bytes_per_node < host
+
+
+def test_recomputed_boundaries_cost_the_forwards_that_make_them_again() -> None:
+    """0 stored, 1 and 2 made from it (1 + 2 forwards), 3 stored, 4 made from it: 4 forwards of a block."""
+    shape = replace(SHAPE, model=replace(SHAPE.model, num_layers=6))
+    budget = half("boundary", "budget")
+    choices = {1: "recompute", 2: "recompute", 4: "recompute"}
+    stored, recomputed = (
+        candidate(shape, {"boundary": budget.BoundaryPolicy("keep", per_boundary=named)}) for named in ({}, choices)
+    )
+    more = recomputed.time.compute - stored.time.compute
+    assert more == pytest.approx(4 * budget.block_seconds(shape, shape.machine))
+    assert recomputed.time.seconds > stored.time.seconds

@@ -1,27 +1,31 @@
-"""Predicted against measured: real steps of six families under the Meter, H 256, N 2,048 and more.
+"""Predicted against measured: real steps of six families under the Meter, plain and flattened.
 
-Within 3% of the device peak and 5% of each of the four peaks that the plain program labels. Its experts carry no label
-of their own, so the dispatch peak is judged inside the device peak here and by its own tests.
+H 256, N 2,048 and more: within 3% of the device peak and 5% of each of the four. What is predicted to be nothing (the
+optimizer on the device) may hold half a percent of the device: step counters and scalars.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from steppe.core.ledger import Ledger
-from steppe.core.shapes import BatchShape, Dtypes, RunShape
+from steppe.core.ledger import PEAKS, Ledger
+from steppe.core.shapes import BatchShape, Dtypes, MachineShape, RunShape
+from steppe.core.units import MiB
+from steppe.flatteners import NAMES
 from steppe.planner.models import shape_from_config
 from steppe.planner.predict import predict
+from steppe.runtime.attribution import attribute
 from steppe.runtime.meter import Meter
 from steppe.training.config import RunConfig, parse
 from steppe.training.loop import Trainer
 from tests.support.ranks import run_ranks
 from tests.training.toys import toy_tables
 
-DEVICE, PEAK = 0.03, 0.05
+DEVICE, PEAK, GRAIN = 0.03, 0.05, 0.005
 WIDE = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 8192, "vocab_size": 8192,
@@ -41,61 +45,100 @@ OWN: dict[str, dict[str, int]] = {
 EAGER = ("gpt_oss", "deepseek_v3")
 
 
-def run_of(folder: Path, family: str, seq_len: int, **flatten: str) -> RunConfig:
-    tables: dict[str, Any] = toy_tables(folder, family, **{**WIDE, **OWN[family]})
-    tables["data"] |= {"seq_len": seq_len, "packing": "stream"}  # one text a row: no masks for packed documents
-    if family in EAGER:
-        tables["model"]["attention"] = "eager"
-    return parse({**tables, "flatten": flatten})
+# Small enough that every schedule runs in several rounds: 8 chunks and strips of 64 tokens and more.
+FLAT: dict[str, Any] = {
+    "dispatch": {"chunk_tokens": 256}, "vocab": {"budget_bytes": 2 * MiB}, "boundary": "on", "optimizer": "on",
+}  # fmt: skip
+GROUPS = {1: {}, 2: {"expert": 2, "vocab": 2}, 4: {"expert": 2, "vocab": 4}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its family, length, ranks, and the flatteners that are on."""
+
+    family: str
+    seq_len: int = 2048
+    world: int = 1
+    on: tuple[str, ...] = ()
+
+    def config(self, folder: Path) -> RunConfig:
+        tables: dict[str, Any] = toy_tables(folder, self.family, **{**WIDE, **OWN[self.family]})
+        tables["data"] |= {"seq_len": self.seq_len, "packing": "stream"}  # one text a row: no masks for documents
+        if self.family in EAGER:
+            tables["model"]["attention"] = "eager"
+        groups = GROUPS[self.world] if self.on else {}
+        return parse(
+            {
+                **tables,
+                "flatten": {name: FLAT[name] for name in self.on},
+                "launch": {"ranks": self.world, **groups},
+            }
+        )
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.seq_len}-{self.world}-{'flattened' if self.on else 'plain'}"
 
 
 def measured_and_predicted(config: RunConfig) -> tuple[Ledger, Ledger]:
     """The second step of a run under the Meter, and what the planner says of it."""
     trainer = Trainer(config)
-    trainer.step()
+    handle = attribute(trainer.model)
     with Meter(trainer.model, trainer.optimizer) as meter:
         trainer.step()
+        meter.mark("steady")
+        trainer.step()
+    handle.remove()
     shape = RunShape(
         shape_from_config(trainer.model_config.to_dict()),
         BatchShape(config.data.seq_len),
         config.launch.mesh(trainer.world),
-        dtypes=Dtypes("float32", "float32", "float32", "float32"),
+        MachineShape(device="cpu"),
+        Dtypes("float32", "float32", "float32", "float32"),
         attention="materialised" if config.model.attention == "eager" else "fused",
     )
-    return meter.ledger(), predict(shape, config.flatten)
+    return meter.ledger(since="steady"), predict(shape, config.flatten)
 
 
 def on_ranks(rank: int, world: int, config: RunConfig) -> tuple[Ledger, Ledger]:
     return measured_and_predicted(config)
 
 
-def judge(measured: Ledger, predicted: Ledger, *peaks: str) -> None:
-    assert predicted.device_peak_bytes == pytest.approx(measured.device_peak_bytes, rel=DEVICE), predicted.holders
-    for name in peaks:
-        assert predicted.peaks[name] == pytest.approx(measured.peaks[name], rel=PEAK), name
+def judge(case: Case, folder: Path) -> None:
+    config = case.config(folder)
+    if case.world == 1:
+        pairs = [measured_and_predicted(config)]
+    else:
+        pairs = run_ranks(on_ranks, case.world, config, timeout_s=240.0)
+    for measured, predicted in pairs:
+        device = measured.device_peak_bytes
+        assert predicted.device_peak_bytes == pytest.approx(device, rel=DEVICE), (measured.holders, predicted.holders)
+        for name in PEAKS:
+            allowed = max(PEAK * measured.peaks[name], GRAIN * device)
+            assert abs(predicted.peaks[name] - measured.peaks[name]) <= allowed, (name, predicted.peaks, measured.peaks)
 
 
-def test_the_plain_step_is_as_large_as_predicted(tmp_path: Path) -> None:
-    judge(*measured_and_predicted(run_of(tmp_path, "qwen3_moe", 2048)), "vocab", "boundary", "optimizer")
+COVERING = [Case("qwen3_moe"), Case("glm4_moe", on=NAMES), Case("mixtral", world=2, on=NAMES)]
+GRID = [
+    Case(family, seq_len, world, on)
+    for family in sorted(OWN)
+    for seq_len in (2048, 3072, 4096)
+    for world in (1, 2, 4)
+    for on in ((), NAMES)
+]
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_a_step_is_as_large_as_predicted_peak_by_peak(case: Case, tmp_path: Path) -> None:
+    judge(case, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seq_len", [2048, 3072, 4096])
-@pytest.mark.parametrize("family", sorted(OWN))
-def test_every_family_at_every_length_is_as_large_as_predicted(family: str, seq_len: int, tmp_path: Path) -> None:
-    judge(*measured_and_predicted(run_of(tmp_path, family, seq_len)), "vocab", "boundary", "optimizer")
+@pytest.mark.parametrize("case", [case for case in GRID if case not in COVERING], ids=str)
+def test_every_family_length_and_number_of_ranks_is_as_large_as_predicted(case: Case, tmp_path: Path) -> None:
+    judge(case, tmp_path)
 
 
 @pytest.mark.slow
-def test_state_and_boundaries_on_the_host_leave_what_is_predicted(tmp_path: Path) -> None:
-    measured, predicted = measured_and_predicted(run_of(tmp_path, "qwen3_moe", 2048, boundary="on", optimizer="on"))
-    judge(measured, predicted, "vocab", "boundary")
-    assert predicted.peaks["optimizer"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_is_as_large_as_predicted(world: int, tmp_path: Path) -> None:
-    config = run_of(tmp_path, "qwen3_moe", 2048).replace("launch", ranks=world)
-    for measured, predicted in run_ranks(on_ranks, world, config, timeout_s=240.0):
-        judge(measured, predicted, "vocab", "boundary", "optimizer")
+@pytest.mark.parametrize("name", NAMES)
+def test_one_flattener_alone_leaves_what_is_predicted(name: str, tmp_path: Path) -> None:
+    judge(Case("qwen3_moe", on=(name,)), tmp_path)

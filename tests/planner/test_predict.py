@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steppe.core.errors import ConfigError
 from steppe.core.ledger import OWNERS, PEAKS, STEP, Entry, Ledger, Moment
 from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, MeshShape, ModelShape, RunShape
 from steppe.core.units import GiB, MiB
 from steppe.flatteners import NAMES
 from steppe.flatteners.vocab.budget import PLAIN_IN_FLOAT32
-from steppe.planner.models import load_model, shipped_models
+from steppe.planner.models import load_model, shipped_models, with_router_loss
 from steppe.planner.predict import PLAIN, forecast, predict, program_entries, subsets
 from steppe.planner.search import policies_of
 
@@ -162,11 +163,32 @@ def test_expert_layers_count_among_the_gathered() -> None:
     assert alone - spread >= 2 * experts
 
 
-def test_the_router_loss_is_plains_one_hot_and_nobody_elses() -> None:
-    model = replace(load_model("qwen3-30b-a3b"), has_router_loss=True)
+def test_the_router_loss_before_5_16_is_plains_one_hot_and_nobody_elses() -> None:
+    """huggingface/transformers#48131: 48.00 GiB at 131,072 tokens; the function's whole peak was measured at 81.2 GB
+    for 128K and 20.5 GB for 32K tokens, and 0.25 GB once it counts layer by layer."""
+    model = with_router_loss(load_model("qwen3-30b-a3b"), "5.15.1")
+    for tokens, measured in ((131_072, 81.2e9), (32_768, 20.5e9)):
+        seen = held(RunShape(model, BatchShape(tokens), MeshShape(8)), Moment.LOSS)
+        names = ("one-hot of the chosen experts", "its float32 copy", "router logits of all blocks", "their softmax")
+        assert sum(seen[name] for name in names) == pytest.approx(measured, rel=0.05)
     shape = RunShape(model, BatchShape(131_072), MeshShape(8))
     assert held(shape, Moment.LOSS)["one-hot of the chosen experts"] == 48 * GiB
     assert "one-hot of the chosen experts" not in {e.tensor for e in program_entries(shape, ALL_ON)}
+
+
+@pytest.mark.parametrize(
+    ("version", "one_hot"), [("4.57.6", True), ("5.15.1", True), ("5.16.0", False), ("5.24.0", False)]
+)
+def test_transformers_since_5_16_builds_no_one_hot(version: str, one_hot: bool) -> None:
+    shape = RunShape(with_router_loss(load_model("qwen3-30b-a3b"), version), BatchShape(8192), MeshShape(8))
+    seen = held(shape, Moment.LOSS)
+    assert ("one-hot of the chosen experts" in seen) == one_hot
+    assert seen["router logits of all blocks"] == 48 * 8192 * 128 * 2
+
+
+def test_a_version_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"5\.15 or 4\.57\.1"):
+        with_router_loss(load_model("qwen3-30b-a3b"), "main")
 
 
 def test_scores_are_counted_where_no_fused_kernel_knows_the_sinks() -> None:

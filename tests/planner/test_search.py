@@ -12,6 +12,7 @@ from steppe.core.errors import ConfigError
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape
 from steppe.core.units import GiB
 from steppe.flatteners import DECISION_ORDER, NAMES
+from steppe.planner.advice import predicted_without
 from steppe.planner.answer import answer
 from steppe.planner.context import max_context, max_context_plain, top_peak
 from steppe.planner.layouts import Job, check_weights_fit, layouts
@@ -47,10 +48,10 @@ def test_plain_on_the_published_layout_stops_near_128k_by_its_logits() -> None:
     assert 64 * 1024 <= longest.num_tokens <= 256 * 1024
     beyond = published.with_seq_len(longest.num_tokens + 16 * 1024).shape(16, 16, 16)
     seen = candidate(beyond, {}, published.without)
-    holders = seen.forecast.ledger.holders
+    ledger = seen.forecast.ledger
     assert seen.device_missing
-    assert seen.forecast.ledger.moment == "loss"
-    assert max(("dispatch", "vocab", "boundary"), key=lambda owner: holders.get(owner, 0)) == "vocab"
+    assert max(("dispatch", "vocab", "boundary"), key=lambda owner: ledger.peaks[owner]) == "vocab"
+    assert predicted_without(ledger)(["vocab"]) <= H200.device_memory_bytes  # the logits gone, it fits
 
 
 @pytest.mark.parametrize(("name", "world"), PAPER.items())

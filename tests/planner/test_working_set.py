@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from steppe.core.errors import WorkingSetError
-from steppe.core.ledger import Ledger
 from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, MachineShape, MeshShape, RunShape
 from steppe.core.units import GiB, parse_tokens
 from steppe.flatteners import NAMES
-from steppe.planner.advice import advise
 from steppe.planner.models import load_model
 from steppe.planner.plan import Plan
 from steppe.planner.predict import PLAIN, predict
@@ -116,23 +114,6 @@ def test_deviations_beyond_five_percent_are_told_after_steps_one_and_three() -> 
     (told,) = working_set.deviations(replace(predicted, peaks=peaks), 3)
     assert told.startswith("vocab peak")
     assert list(working_set.deviations(replace(predicted, device_peak_bytes=1), 1))
-
-
-def test_advice_names_the_peak_to_flatten_first_and_what_would_save_nothing() -> None:
-    ledger = Ledger(
-        100 * GiB, {"vocab": 60 * GiB, "weights": 40 * GiB}, {"vocab": 60 * GiB, "boundary": 0, "dispatch": 5 * GiB},
-        moment="loss",
-    )  # fmt: skip
-    told = list(advise(ledger, 80 * GiB))
-    assert "vocab first: it hits the ceiling at loss" in told
-    assert any("boundary would save nothing here" in line for line in told)
-    assert told[-1] == "the device misses 20.00 GiB"
-
-
-def test_when_none_of_the_four_stands_out_batch_times_seqlen_is_named() -> None:
-    told = list(advise(Ledger(100 * GiB, {"weights": 90 * GiB, "vocab": 10 * GiB}, {"vocab": 10 * GiB})))
-    assert any("none of the four stands out" in line and "batch x seqlen" in line for line in told)
-    assert not any("first" in line for line in told)
 
 
 def test_off_is_the_only_thing_a_remedy_switches_on() -> None:

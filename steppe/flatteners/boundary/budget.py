@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import BLOCK_BACKWARD, Entry, Moment
+from steppe.core.ledger import BLOCK_BACKWARD, FIRST_BLOCKS, Entry, Moment
 from steppe.core.policy import OFF, Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape
 from steppe.core.units import format_bytes
@@ -28,6 +28,8 @@ from steppe.flatteners.boundary.schedule import (
 
 PER_BOUNDARY: Final = frozenset({Moment.FORWARD, Moment.LOSS, Moment.BACKWARD})
 IN_TRANSIT: Final = BLOCK_BACKWARD | {Moment.FORWARD}  # beside every block but the very first
+IN_FORWARD: Final = frozenset({Moment.FORWARD})
+LAST_BLOCK: Final = frozenset({Moment.BACKWARD, Moment.ATTENTION})
 PRIOR_RATE: Final = 16e9  # PCIe gen4 x8, bytes per second each way: below it the schedule stays off unless forced
 MIN_LAYERS: Final = 3  # two boundaries stay on the device whatever happens
 INDEX_BYTES: Final = 4  # a pinned choice is kept as int32
@@ -108,16 +110,20 @@ def boundary_bytes(shape: RunShape) -> int:
 def entries(shape: RunShape, policy: BoundaryPolicy | Off = OFF) -> tuple[Entry, ...]:
     """The boundary entries of one rank's ledger.
 
-    Peak: off L*N*H*b on the device; on 2*N*H*b there (plus what `keep` keeps) and (L-1)*N*H*b on the host, plus extras.
+    Peak: off L*N*H*b on the device; on 2*N*H*b there (plus what `keep` keeps; in the forward up to 4, whatever L) and
+    (L-1)*N*H*b on the host, plus extras.
     """
     size, num_layers = boundary_bytes(shape), shape.model.num_layers
+    still_to_come = Entry("boundary", "inputs of the first blocks", _first_inputs(shape) * size, FIRST_BLOCKS)
     if isinstance(policy, Off):
-        return (Entry("boundary", "block inputs", num_layers * size, PER_BOUNDARY),)
+        return (Entry("boundary", "block inputs", num_layers * size, PER_BOUNDARY), still_to_come)
     choices = policy.choices(num_layers)
     held, moving = device_boundaries(choices)
     rows = [
-        Entry("boundary", "block inputs kept on the device", held * size, PER_BOUNDARY),
-        Entry("boundary", "block input in transit", moving * size, IN_TRANSIT),
+        Entry("boundary", "block inputs in the forward", forward_boundaries(choices) * size, IN_FORWARD),
+        Entry("boundary", "block inputs kept on the device", held * size, PER_BOUNDARY - IN_FORWARD),
+        Entry("boundary", "block input in transit", moving * size, LAST_BLOCK),
+        still_to_come,
         Entry("boundary", "block inputs", stored_on_host(choices) * size, PER_BOUNDARY, "host"),
     ]
     for what, per_block in (("extras", extra_bytes(shape, policy)), ("pinned choices", pinned_bytes(shape, policy))):
@@ -125,6 +131,20 @@ def entries(shape: RunShape, policy: BoundaryPolicy | Off = OFF) -> tuple[Entry,
         if per_block and blocks:
             rows += _companions(what, per_block, blocks, moving)
     return tuple(rows)
+
+
+def forward_boundaries(choices: Sequence[Choice]) -> int:
+    """Boundaries on the device when the last one is made: what is kept, the input of the block that makes it, the one
+    before, whose copy may still run, and the first, which the model's forward holds as its embeddings."""
+    last = len(choices) - 1
+    kept = {index for index, choice in enumerate(choices) if choice == "keep"}
+    return len(kept | ({0, last - 2, last - 1, last} & set(range(last + 1))))
+
+
+def _first_inputs(shape: RunShape) -> int:
+    """Where nearly all gradients are there: one block has none before it on one rank; where gradients wait to be
+    reduced it is the second block, beside whose input stands the first one's."""
+    return 1 if shape.mesh.world == 1 else min(2, max(shape.model.num_layers - 1, 1))
 
 
 def _companions(what: str, per_block: int, blocks: int, moving: int) -> list[Entry]:
@@ -178,6 +198,17 @@ def block_seconds(shape: RunShape, machine: MachineShape) -> float:
     mlp = routed if model.num_experts else 3 * model.hidden * model.dense_width
     scores = 2 * tokens * heads * shape.batch.seq_len  # QK^T and PV, half of them masked
     return (2 * tokens * (attention + mlp) + scores) / machine.matmul_rate
+
+
+def recompute_seconds(shape: RunShape, policy: BoundaryPolicy) -> float:
+    """What recomputed boundaries add to one micro-batch: the forwards from the nearest stored boundary, block by block."""
+    forwards = stored = 0
+    for index, choice in enumerate(policy.choices(shape.model.num_layers)):
+        if choice == "recompute":
+            forwards += index - stored
+        else:
+            stored = index
+    return forwards * block_seconds(shape, shape.machine)
 
 
 def boundaries(shape: RunShape, machine: MachineShape) -> Boundaries:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import Entry, Moment
+from steppe.core.ledger import ROUTER_LOSS, Entry, Moment
 from steppe.core.policy import OFF, Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape
 from steppe.core.units import format_bytes
@@ -19,6 +19,7 @@ from steppe.core.units import format_bytes
 DEFAULT_CHUNK_BYTES: Final = 2**30
 TILE_ELEMENTS: Final = {"cpu": 2**16, "accelerator": 2**23}  # elementwise math runs on tiles of so many elements
 _TILE_TENSORS: Final = 4  # of a tile's backward, in the dtype of sums: activated, act, gradient, gate's gradient
+_GATE_FUNCTION: Final = 6  # autograd saves so many of a tile's size of a gate that is a function (gpt-oss clamps both)
 _WIDENED: Final = 3  # and gate, up and gradient where the rows are narrower
 _ROUTE_BYTES: Final = 4  # int32 row order
 
@@ -84,6 +85,7 @@ class LayerShape:
     weight_bytes: int  # of a weight element
     overlap: bool = False  # one rank whose rows are packed and combined on a lane beside compute
     tile_elements: int = TILE_ELEMENTS["cpu"]
+    gate_is_function: bool = False
 
     @property
     def sum_bytes(self) -> int:
@@ -156,7 +158,6 @@ def cost(layer: LayerShape, policy: DispatchPolicy) -> Cost:
 
     Sums of narrower weight gradients: an expert holds one from its first chunk to its last. With one rank at most one
     expert crosses a chunk's edge; with several, sources stand at different experts, so the bound is all natives.
-    An activation that is a function adds what autograd saves of it for one tile.
     """
     narrow = layer.row_bytes < layer.sum_bytes
     tokens = layer.num_tokens * layer.hidden
@@ -174,7 +175,7 @@ def cost(layer: LayerShape, policy: DispatchPolicy) -> Cost:
         gradient_sums=in_flight * expert_sum if narrow else 0,
         route_gradients=routes * layer.sum_bytes,
         row_order=routes * _ROUTE_BYTES,
-        tile=tile * (_TILE_TENSORS + (_WIDENED if narrow else 0)),
+        tile=tile * (_TILE_TENSORS + _WIDENED * narrow + _GATE_FUNCTION * layer.gate_is_function),
         rounded=tokens * layer.row_bytes if narrow else 0,
     )
 
@@ -197,7 +198,7 @@ def layer_of(shape: RunShape) -> LayerShape:
         row_bytes=dtypes.activation_bytes, weight_bytes=dtypes.weight_bytes,
         expert_elements=3 * model.hidden * model.expert_width + biases,
         overlap=on_accelerator and shape.mesh.expert == 1,
-        tile_elements=TILE_ELEMENTS["accelerator" if on_accelerator else "cpu"],
+        tile_elements=TILE_ELEMENTS["accelerator" if on_accelerator else "cpu"], gate_is_function=model.has_expert_bias,
     )  # fmt: skip
 
 
@@ -273,6 +274,11 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
         return Verdict(False, f"the workspace is no smaller than the routed rows it replaces: {numbers}")
     spread = f"E_p {layer.num_ranks}, " if layer.num_ranks > 1 else ""
     return Verdict(True, f"{spread}E {model.num_experts}, k {model.experts_per_token}: {numbers}")
+
+
+def replaces(policy: DispatchPolicy) -> tuple[str, ...]:
+    """The auxiliary loss comes from counts: no router logits are held, and no one-hot is built."""
+    return ROUTER_LOSS
 
 
 def hides(policy: DispatchPolicy) -> tuple[str, ...]:

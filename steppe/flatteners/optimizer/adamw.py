@@ -42,6 +42,8 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
     Source: Loshchilov and Hutter, Decoupled weight decay regularization (arXiv 1711.05101); arXiv 2609.14306.
     """
 
+    state_is_made_when_read = True  # whoever only looks on (a Meter) leaves `.state` alone
+
     def __init__(
         self,
         params: ParamsT,

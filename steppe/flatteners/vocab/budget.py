@@ -12,6 +12,7 @@ from steppe.core.shapes import MachineShape, RunShape, shard_bounds
 from steppe.core.units import MiB, format_bytes
 from steppe.flatteners.vocab.schedule import (
     COEFFICIENTS,
+    CPU_RATES,
     LABEL_BYTES,
     RING_BUFFERS,
     SCHEDULES,
@@ -171,7 +172,8 @@ def entries(shape: RunShape, policy: VocabPolicy | Off) -> tuple[Entry, ...]:
         return _plain(shape)
     head = head_of(shape)
     limits = _limits(policy, shape.machine)
-    schedule, sizes = choose(policy.schedule, head, limits, Rates.of(shape.machine))
+    rates = Rates.of(shape.machine) if shape.machine.on_accelerator else CPU_RATES
+    schedule, sizes = choose(policy.schedule, head, limits, rates)
     held = transient(schedule, head, sizes)
     terms = max(held.forward, held.backward, key=lambda named: sum(named.values()))
     terms = terms | held.accumulators | _products(head, sizes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import Ledger, Moment
+from steppe.core.ledger import STEP, Ledger, Moment
 from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, MachineShape, MeshShape, ModelShape, RunShape
 from steppe.flatteners.boundary import budget
@@ -20,8 +20,8 @@ SHAPE = RunShape(MODEL, BatchShape(65536), MeshShape(world=8, sequence=8))
 SIZE = 65536 // 8 * 2048 * 2
 
 
-def peak(entries, place="device"):
-    held = Ledger.from_entries(entries)
+def peak(entries, place="device", moments=STEP - {Moment.FORWARD}):
+    held = Ledger.from_entries(entries, moments=moments if place == "device" else STEP)
     return held.peaks["boundary"] if place == "device" else held.host_bytes
 
 
@@ -35,6 +35,16 @@ def test_offloading_leaves_two_boundaries_and_puts_the_others_on_the_host():
     assert peak(entries) == 2 * SIZE
     assert peak(entries, "host") == 47 * SIZE
     assert sum(e.num_bytes for e in entries if Moment.LOSS in e.during and e.place == "device") == SIZE
+
+
+@pytest.mark.parametrize(("layers", "boundaries"), [(1, 1), (2, 2), (3, 3), (4, 4), (48, 4)])
+def test_the_forward_holds_at_most_four_whatever_the_depth(layers, boundaries):
+    """The last one made, the input of the block that makes it, the one whose copy may still run, the embeddings."""
+    shape = replace(SHAPE, model=replace(MODEL, num_layers=layers))
+    entries = budget.entries(shape, BoundaryPolicy(pin_topk=False))
+    assert peak(entries, moments=STEP) == boundaries * SIZE
+    kept = budget.entries(shape, BoundaryPolicy("keep", pin_topk=False))
+    assert peak(kept, moments=STEP) == layers * SIZE
 
 
 def test_kept_and_recomputed_boundaries_are_counted_where_they_are():
