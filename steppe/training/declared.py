@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +13,10 @@ import torch
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, RunShape
 from steppe.core.units import parse_bytes
 from steppe.planner.models import shape_from_config
-from steppe.planner.working_set import WorkingSet
+from steppe.planner.working_set import COMPARED_STEPS, WorkingSet
 from steppe.runtime.allocator import accelerator_memory_bytes
+from steppe.runtime.attribution import attribute
+from steppe.runtime.meter import Meter
 from steppe.training.config import RunConfig
 
 
@@ -33,9 +38,30 @@ def working_set(config: RunConfig, model_config: Any, ranks: int, device: torch.
             MachineShape(), device_memory_bytes=memory, device="cpu" if device.type == "cpu" else "accelerator"
         ),
         dtypes=dtypes,
+        attention="materialised" if config.model.attention == "eager" else "auto",
         keeps_outputs=False,  # the loop takes the loss out of the outputs and lets them go
     )
     return WorkingSet(shape, config.flatten)
+
+
+@contextmanager
+def judged(declared: WorkingSet | None, step: int, model: Any, optimizer: Any, *, tell: bool) -> Iterator[None]:
+    """Meter steps 1 and 3 (`step` counts from 1) and warn, in one line, where they differ from what was predicted.
+
+    Nothing is metered without a declared working set, nor in any other step. Peak: none. Exactness: bitwise.
+    """
+    if declared is None or step not in COMPARED_STEPS:
+        yield
+        return
+    handle = attribute(model)
+    try:
+        with Meter(model, optimizer) as meter:
+            yield
+    finally:
+        handle.remove()
+    found = "; ".join(declared.deviations(meter.ledger(), step))
+    if found and tell:
+        warnings.warn(f"step {step} differs from its prediction: {found}", stacklevel=3)
 
 
 def _device_memory(config: RunConfig, device: torch.device) -> int | None:

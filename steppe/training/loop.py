@@ -22,7 +22,7 @@ from steppe.runtime.mesh import make_meshes
 from steppe.training import tokens
 from steppe.training.config import RunConfig
 from steppe.training.data import Batch, RowSource, WorkingSet
-from steppe.training.declared import working_set
+from steppe.training.declared import judged, working_set
 from steppe.training.model import fill, join_sequences, load_model_config, make_skeleton, shard
 from steppe.training.optimizer import clip_gradients, gradient_norm, parameter_groups, plain_adamw
 from steppe.training.schedule import dropout_seed, learning_rate
@@ -64,8 +64,9 @@ class Trainer:
         self.device = device or torch.device("cpu")
         config.launch.mesh(self.world)
         self.model_config = load_model_config(config)
-        if (declared := working_set(config, self.model_config, self.world, self.device)) is not None:
-            declared.launch()
+        self.declared = working_set(config, self.model_config, self.world, self.device)
+        if self.declared is not None:
+            self.declared.launch()
         self.store = tokens.prepare(
             config.data, cache or Path(config.output.dir) / "data", self.model_config.vocab_size, self.group
         )
@@ -119,8 +120,9 @@ class Trainer:
         """
         started = time.perf_counter()
         batches, num_tokens, num_valid = self._fetch(batches)
-        losses, kept = self._accumulate(batches, num_tokens, num_valid, keep_token_losses)
-        norm, rate = self._update()
+        with judged(self.declared, self.next_step + 1, self.model, self.optimizer, tell=self.rank == 0):
+            losses, kept = self._accumulate(batches, num_tokens, num_valid, keep_token_losses)
+            norm, rate = self._update()
         self.next_step += 1
         ms = (time.perf_counter() - started) * 1e3
         return StepResult(self.next_step - 1, *losses, norm, rate, num_tokens, num_valid, ms, kept)
