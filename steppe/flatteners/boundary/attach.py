@@ -19,7 +19,7 @@ from steppe.flatteners.boundary.compiling import Compiler
 from steppe.flatteners.boundary.parcels import Counts, Transit
 from steppe.flatteners.boundary.pins import Timings
 from steppe.flatteners.boundary.replay import tensors_of
-from steppe.flatteners.boundary.report import BoundaryStats, IdleOffloadError, diagnose, read, refuse_idle
+from steppe.flatteners.boundary.report import BoundaryStats, IdleOffloadError, diagnose, double_pins, read, refuse_idle
 from steppe.flatteners.boundary.schedule import Candidate
 from steppe.runtime.arena import Arena
 from steppe.runtime.lanes import Lane, open_lane
@@ -231,6 +231,8 @@ def conflicts(*live: object) -> tuple[Conflict, ...]:
     for item in live:
         if isinstance(item, torch.autograd.graph.save_on_cpu):
             found.append(Conflict("save_on_cpu moves what SCO moves", "leave that context out"))
+        if isinstance(item, SCO):  # a run under way: what its last step held twice
+            found += double_pins(item.stats())
         if isinstance(item, nn.Module):
             found += _conflicts_of_model(item)
     return tuple(found)

@@ -48,6 +48,8 @@ class Counts:
     topk_pinned: int = 0
     topk_replayed: int = 0
     most_outstanding: int = 0
+    held_elsewhere: int = 0
+    bytes_held_elsewhere: int = 0
     left_alone: Counter[str] = field(default_factory=Counter)
     seen_extras: set[str] = field(default_factory=set)
 
@@ -183,6 +185,9 @@ class Parcel:
             self.here, self._host(), after=(self._outbound, lane.mark()), stage="reload", buffer=self._name()
         )
         counts = self._transit.counts
+        if not self._storage.expired():  # a second pin: leaving has freed nothing
+            counts.held_elsewhere += 1
+            counts.bytes_held_elsewhere += self.num_bytes
         counts.bytes_reloaded += self.num_bytes
         counts.reloads += 1
         self._transit.note_reload(self._inbound)

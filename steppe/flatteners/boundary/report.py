@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from steppe.core.errors import Refusal
+from steppe.core.policy import Conflict
+from steppe.core.units import format_bytes
 from steppe.flatteners.boundary.budget import BoundaryPolicy
 from steppe.flatteners.boundary.parcels import Counts
 from steppe.runtime.arena import Arena
 
 MOST_WAITS = 0.5  # share of reloads that come late before the link counts as slower than the recompute
+MOST_HELD = 0.25  # share of what went to the host that may have stayed on the device as well
 
 
 class IdleOffloadError(Refusal):
@@ -35,6 +38,8 @@ class BoundaryStats:
     wait_ms: float
     replays: int
     most_outstanding_reloads: int
+    held_elsewhere: int
+    bytes_held_elsewhere: int
     extras_kept: int
     extras_short_lived: int
     extras_missing: tuple[str, ...]
@@ -64,6 +69,8 @@ def read(counts: Counts, arena: Arena, policy: BoundaryPolicy, compiled_graphs: 
         wait_ms=counts.wait_s * 1e3,
         replays=counts.replays,
         most_outstanding_reloads=counts.most_outstanding,
+        held_elsewhere=counts.held_elsewhere,
+        bytes_held_elsewhere=counts.bytes_held_elsewhere,
         extras_kept=counts.extras_kept,
         extras_short_lived=counts.extras_short_lived,
         extras_missing=tuple(sorted(wanted - counts.seen_extras)) if counts.boundaries else (),
@@ -86,6 +93,7 @@ def diagnose(stats: BoundaryStats) -> tuple[str, ...]:
             f"reload is slower than recompute: {stats.waits} of {stats.reloads} reloads came late "
             f"({stats.wait_ms:.1f} ms waited); keep more boundaries on the device, or use a faster link"
         )
+    found += [f"{conflict.what}; {conflict.remedy}" for conflict in double_pins(stats)]
     if stats.extras_short_lived:
         found.append(
             f"{stats.extras_short_lived} results beyond extra_limit counted as short-lived and are recomputed "
@@ -101,6 +109,21 @@ def diagnose(stats: BoundaryStats) -> tuple[str, ...]:
     if stats.compile != "off" and stats.boundaries and not stats.compiled_graphs:
         found.append(f"compile={stats.compile!r} was asked for and nothing was compiled")
     return tuple(found)
+
+
+def double_pins(stats: BoundaryStats) -> tuple[Conflict, ...]:
+    """Tensors that went to the host while something else kept their storage on the device: they are held twice."""
+    if stats.held_elsewhere < MOST_HELD * max(stats.reloads, 1):  # the caller may hold the first input, and no more
+        return ()
+    return (
+        Conflict(
+            f"{stats.held_elsewhere} of {stats.reloads} tensors stayed on the device after they had left for the host "
+            f"({format_bytes(stats.bytes_held_elsewhere)} in all): something keeps them twice, as an attention "
+            "function does that stores its output on its context",
+            "save it with ctx.save_for_backward, which SCO sees, take it out of offload_extra, or let go of the list "
+            "or hook that holds it",
+        ),
+    )
 
 
 def refuse_idle(seen: str, left_alone: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ import steppe
 from steppe import SCO, BoundaryPolicy
 from steppe.core.errors import ConfigError
 from steppe.core.shapes import MachineShape
-from steppe.flatteners.boundary.attach import diagnose
+from steppe.flatteners.boundary.attach import conflicts, diagnose
 from steppe.flatteners.boundary.pins import Recorder, Replayer, Wanted
 from steppe.flatteners.boundary.reference import checkpointed
 from tests.flatteners.boundary.programs import Language, assert_same, gradients, plainly, rough_sco, seeded, with_sco
@@ -313,4 +313,66 @@ def test_a_kept_result_that_is_the_next_boundary_travels_once_and_leaves():
     assert torch.equal(use(sco.checkpoint), use(checkpointed))
     assert sco.stats().extras_kept == 4
     assert sco.stats().bytes_offloaded == 3 * 8 * 16 * 4
+    sco.close()
+
+
+class StubAttention(torch.autograd.Function):
+    """A fused attention's way with its output: its backward needs it, kept on the context or saved through autograd."""
+
+    @staticmethod
+    def forward(ctx, hidden, on_context):
+        out = hidden.sin()
+        ctx.on_context = on_context
+        if on_context:
+            ctx.hidden, ctx.out = hidden, out
+        else:
+            ctx.save_for_backward(hidden, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, out = (ctx.hidden, ctx.out) if ctx.on_context else ctx.saved_tensors
+        return grad * hidden.cos() + 0 * out, None
+
+
+class Attends(nn.Module):
+    """A block whose attention output is marked as long-lived."""
+
+    def __init__(self, on_context: bool) -> None:
+        super().__init__()
+        self.query, self.out, self.on_context = nn.Linear(16, 16), nn.Linear(16, 16), on_context
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        attended = StubAttention.apply(self.query(hidden), self.on_context)
+        return hidden + self.out(steppe.long_lived(attended, "attention"))
+
+
+def pinned(on_context: bool, labels: tuple[str, ...] = ("attention",)):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Attends(on_context) for _ in range(4))
+    sco = rough_sco(BoundaryPolicy(offload_extra=labels, min_bytes=0))
+    out = torch.randn(8, 16, requires_grad=True) * 1.0
+    for block in blocks:
+        out = sco.checkpoint(block, out)
+    out.square().sum().backward()
+    sco.drain()
+    return sco
+
+
+def test_an_attention_output_that_is_kept_twice_is_a_conflict():
+    """The output lies on the function's context while SCO moves it to the host: the same storage is pinned twice."""
+    sco = pinned(on_context=True)
+    (found,) = conflicts(sco)
+    assert "keeps them twice" in found.what
+    assert "save_for_backward" in found.remedy
+    assert sco.stats().bytes_held_elsewhere >= 2 * 8 * 16 * 4
+    assert any("keeps them twice" in line for line in diagnose(sco.stats()))
+    sco.close()
+
+
+def test_an_attention_output_that_autograd_saves_is_kept_once():
+    sco = pinned(on_context=False)
+    assert conflicts(sco) == ()
+    assert sco.stats().held_elsewhere == 0
+    assert not any("twice" in line for line in diagnose(sco.stats()))
     sco.close()
