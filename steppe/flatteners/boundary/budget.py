@@ -201,7 +201,7 @@ def block_seconds(shape: RunShape, machine: MachineShape) -> float:
 
 
 def recompute_seconds(shape: RunShape, policy: BoundaryPolicy) -> float:
-    """What recomputed boundaries add to one micro-batch: the forwards from the nearest stored boundary, block by block."""
+    """What recomputed boundaries add to one micro-batch: the forwards from the nearest stored boundary on."""
     forwards = stored = 0
     for index, choice in enumerate(policy.choices(shape.model.num_layers)):
         if choice == "recompute":
