@@ -38,6 +38,7 @@ class DataConfig:
     seq_len: int
     path: str = PYDOC  # the language reference that ships with Python, or a file or directory of your own
     kind: Literal["text", "jsonl", "parquet", "tokens"] = "text"
+    validation: str = ""  # text of the same kind that is only ever evaluated; empty: nothing is
     text_field: str = "text"  # the key of a JSONL line or the column of a parquet file
     tokenizer: str = ""  # a tokenizer.json or a directory with one; empty: train a byte-level BPE on the text
     tokenizer_vocab: int = 16384  # the most entries that a trained tokenizer may have
@@ -67,6 +68,8 @@ class TrainConfig:
     router_bias_rate: float = 0.0  # how far a step moves the biases of auxiliary-loss-free routers; 0: they stay
     seed: int = 0
     dtype: Dtype = "float32"  # the type of the matrix products
+    evaluate_every: int = 0  # steps between evaluations on data.validation; 0: only after the last one
+    evaluate_batches: int = 8  # micro-batches of one rank in an evaluation, the same ones each time
     checkpointing: bool = True  # recompute each block in the backward; the plain baseline of SCO
 
 
@@ -165,7 +168,7 @@ def parse(table: Mapping[str, Any], base: Path | None = None) -> RunConfig:
     _check_paths(RunConfig(**parts))
     if base is not None:
         parts["model"] = _rebase(parts["model"], base, config="", weights="random")
-        parts["data"] = _rebase(parts["data"], base, path=PYDOC, tokenizer="")
+        parts["data"] = _rebase(parts["data"], base, path=PYDOC, tokenizer="", validation="")
         parts["output"] = _rebase(parts["output"], base, dir=None)
     return RunConfig(**parts, flatten=policies(table.get("flatten", {})))
 
@@ -226,13 +229,14 @@ def _check_numbers(config: RunConfig) -> None:
         "train.micro_batches": config.train.micro_batches, "train.lr": config.train.lr,
         "train.steps": config.train.steps,
         "output.keep": config.output.keep, "train.eps": config.train.eps, "launch.timeout_s": config.launch.timeout_s,
-        "data.tokenizer_vocab": config.data.tokenizer_vocab,
+        "data.tokenizer_vocab": config.data.tokenizer_vocab, "train.evaluate_batches": config.train.evaluate_batches,
     }  # fmt: skip
     for name, value in positive.items():
         if value <= 0:
             raise ConfigError(name, got=value, allowed="more than 0", remedy=f"raise {name}")
     counts = {
         "train.warmup": config.train.warmup, "train.clip": config.train.clip, "train.seed": config.train.seed,
+        "train.evaluate_every": config.train.evaluate_every,
         "train.weight_decay": config.train.weight_decay, "train.router_bias_rate": config.train.router_bias_rate,
         "output.checkpoint_every": config.output.checkpoint_every,
         "output.lock_timeout_s": config.output.lock_timeout_s,
@@ -245,6 +249,9 @@ def _check_numbers(config: RunConfig) -> None:
             raise ConfigError(f"train.{name}", got=value, allowed="0 <= beta < 1", remedy="e.g. betas = [0.9, 0.95]")
     if not 0 <= config.train.min_lr_ratio <= 1:
         raise ConfigError("train.min_lr_ratio", got=config.train.min_lr_ratio, allowed="0 to 1", remedy="e.g. 0.1")
+    if config.train.evaluate_every and not config.data.validation:
+        raise ConfigError("train.evaluate_every", got=config.train.evaluate_every, allowed="0 without data.validation",
+                          remedy="set data.validation to a text of its own, or leave evaluate_every out")  # fmt: skip
     _check_division(config)
 
 

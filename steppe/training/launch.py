@@ -13,6 +13,7 @@ from steppe.training import checkpoint
 from steppe.training import config as configs
 from steppe.training.agreement import on_rank_zero, writing
 from steppe.training.config import RunConfig
+from steppe.training.evaluation import Evaluation
 from steppe.training.export import export as export_model
 from steppe.training.joblock import JobLock, Parent
 from steppe.training.loop import Trainer
@@ -74,6 +75,7 @@ def run(trainer: Trainer, output: Path, progress: Progress, parent: Parent | Non
     resumed = resume(trainer, root)
     if resumed is not None:
         progress.say(f"resumed from {resumed.name}")
+    evaluation = Evaluation(trainer) if config.data.validation else None
     log = MetricsLog(output / "metrics.jsonl", shown=trainer.rank == 0)
     log.resume(trainer.next_step)
     with progress.bar(trainer.next_step):
@@ -81,9 +83,13 @@ def run(trainer: Trainer, output: Path, progress: Progress, parent: Parent | Non
             if parent is not None:
                 parent.check()
             result = trainer.step()
-            log.write(record(result, trainer.device))
+            told = record(result, trainer.device)
+            if evaluation is not None and _is_due(trainer.next_step, config.train.steps, config.train.evaluate_every):
+                told["eval_loss"] = evaluation.loss()
+                progress.say(f"step {trainer.next_step}: loss on data.validation {told['eval_loss']:.4f}")
+            log.write(told)
             progress.step(result)
-            if _is_due(trainer.next_step, config):
+            if _is_due(trainer.next_step, config.train.steps, config.output.checkpoint_every):
                 log.sync()
                 checkpoint.save(trainer, root, keep=config.output.keep)
     log.close()
@@ -110,6 +116,5 @@ def resume(trainer: Trainer, root: Path) -> Path | None:
     return chosen
 
 
-def _is_due(done: int, config: RunConfig) -> bool:
-    every = config.output.checkpoint_every
-    return done == config.train.steps or (every > 0 and done % every == 0)
+def _is_due(done: int, steps: int, every: int) -> bool:
+    return done == steps or (every > 0 and done % every == 0)

@@ -85,7 +85,7 @@ def train_tokenizer(data: DataConfig) -> Any:
 
 def _name(data: DataConfig) -> str:
     """The cache entry of these documents under this tokenizer: changes when any file of them does."""
-    named = {k: v for k, v in asdict(data).items() if k not in ("seq_len", "packing")}
+    named = {k: v for k, v in asdict(data).items() if k not in ("seq_len", "packing", "validation")}
     sources = [*text.files(data)]
     if data.tokenizer:
         given = Path(data.tokenizer)
