@@ -1,14 +1,18 @@
 """Every shipped model at 8, 16, 64 and 512 devices: longest context and modelled step of three programs.
 
-`python -m benchmarks.case_planner` writes the tables of `docs/plans.md`. Nothing is timed: the rows are arithmetic, the
-same on every machine.
+`python -m benchmarks.case_planner` writes the tables of `docs/plans.md`: arithmetic, alike on every machine. Timed are
+the answers of the command line only.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from steppe.core import parameters
@@ -37,6 +41,12 @@ TUNED = frozenset({
 })  # fmt: skip
 
 FUSED = frozenset({"foreach transient"})
+HEAVY = ("torch", "transformers", "matplotlib")
+ANSWERS: tuple[tuple[str, ...], ...] = (
+    ("plan", "paper-667b", "--seq-len", "1M", "--ranks", "64", "--device-memory", "141GB", "--host-memory", "2TB"),
+    ("plan", "qwen3-30b-a3b", "--seq-len", "128K", "--ranks", "16", "--device-memory", "80GB"),
+    ("explain", "37.09 GiB", "qwen3-0.6b", "--seq-len", "65536"),
+)
 
 
 def job(name: str, world: int, seq_len: int = 128 * 1024) -> Job:
@@ -45,10 +55,34 @@ def job(name: str, world: int, seq_len: int = 128 * 1024) -> Job:
 
 
 def rows(quick: bool) -> Iterator[dict[str, Any]]:
-    """One row a model and number of devices: longest contexts in tokens, 0 where nothing fits."""
+    """How long an answer takes; and one row a model and number of devices: longest contexts in tokens, 0 where nothing
+    fits."""
+    for command in ANSWERS:
+        yield {"label": " ".join(command[:2]), **seconds_of(command, rounds=3 if quick else 7)}
+    yield from context_rows(quick)
+
+
+def context_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Longest contexts of every model and number of devices."""
     for name in shipped_models()[:2] if quick else shipped_models():
         for world in WORLDS[:2] if quick else WORLDS:
             yield {"label": f"{name} x {world}", "model": name, "ranks": world, **contexts(name, world)}
+
+
+def seconds_of(command: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """Wall seconds of `steppe ...` from the start of the interpreter, the median, and what heavy it loaded (nothing)."""
+    probe = (
+        "import sys; from steppe import cli\n"
+        f"code = cli.main({list(command)!r})\n"
+        f"print(code, *[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    times, loaded = [], ""
+    for _ in range(rounds):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - started)
+        loaded = done.stderr.splitlines()[-1].removeprefix("0").strip()
+    return {"seconds": round(median(times), 3), "rounds": rounds, "loaded": loaded}
 
 
 def contexts(name: str, world: int) -> dict[str, Any]:
@@ -88,7 +122,7 @@ def _tokens(count: int, stopped_by: str) -> str:
 def context_table() -> Iterator[str]:
     yield "| model | devices | naive plain | plain, fused AdamW | tuned plain | flattened | over fused | over tuned |"
     yield "|---|---|---|---|---|---|---|---|"
-    for row in rows(quick=False):
+    for row in context_rows(quick=False):
         cells = [_tokens(row[side], row[f"{side}_stopped_by"]) for side in ("naive", "fused", "tuned", "flattened")]
         gains = [f"{row['flattened'] / row[side]:.1f}x" if row[side] else "" for side in ("fused", "tuned")]
         yield f"| {row['model']} | {row['ranks']} | {' | '.join([*cells, *gains])} |"

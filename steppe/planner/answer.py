@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from steppe.core.errors import ConfigError
 from steppe.core.ledger import PEAKS
+from steppe.core.policy import OFF
 from steppe.core.shapes import RunShape
 from steppe.core.units import format_bytes, format_tokens
+from steppe.flatteners import NAMES, half
 from steppe.planner import block
 from steppe.planner.advice import predicted_without, switch_on
 from steppe.planner.context import Context, in_words, max_context, max_context_plain, top_peak
-from steppe.planner.layouts import Job, check, check_weights_fit
+from steppe.planner.layouts import Job, check, check_weights_fit, layouts
 from steppe.planner.plan import Plan
 from steppe.planner.search import Candidate, Switch, search, search_plain, switches
 from steppe.planner.steptime import rates_to_hide
@@ -88,6 +91,7 @@ class Answer:
 def answer(model: str, job: Job) -> Answer:
     """Search plain and flattened, and say why. Raises: ConfigError for groups that can't be, weights that don't fit."""
     check(job)
+    _check_forced(job)
     check_weights_fit(job, job.machine.device_memory_bytes)
     plain = Side(search_plain(job), max_context_plain(job))
     flattened = Side(search(job), max_context(job))
@@ -96,6 +100,17 @@ def answer(model: str, job: Job) -> Answer:
         model, job, plain, flattened, switches(job, chosen),
         tuple(_sentences(job, plain, flattened)), rates_to_hide(chosen.shape, chosen.forecast.ledger),
     )  # fmt: skip
+
+
+def _check_forced(job: Job) -> None:
+    """Refuse to force a flattener on whose peak this model doesn't have. Raises: ConfigError."""
+    shape = next(layouts(job))
+    for name, on in job.forced:
+        if on and not half(name, "budget").entries(shape, OFF):
+            raise ConfigError(
+                f"--on {name}", got=f"a {shape.model.model_type} model, which has no {name} peak",
+                allowed=", ".join(n for n in NAMES if half(n, "budget").entries(shape, OFF)), remedy="leave it out",
+            )  # fmt: skip
 
 
 def _sentences(job: Job, plain: Side, flattened: Side) -> list[str]:

@@ -129,6 +129,7 @@ def test_explain_says_when_no_reading_matches(capsys: pytest.CaptureFixture[str]
         (["plan", "qwen3-4b", "--seq-len", "8K", "--ranks", "eight"], "--ranks"),
         (["plan", "qwen3-4b", "--seq-len", "8K", "--on", "vocab", "--off", "vocab"], "--on and --off"),
         (["plan", "qwen3-4b", "--seq-len", "8K", "--batch", "0"], "--batch"),
+        (["plan", "qwen3-4b", "--seq-len", "8K", "--on", "dispatch"], "which has no dispatch peak; allowed: vocab"),
         (["plan", "qwen3-4b", "--seq-len", "8K", "--device-memory", "1GB"], "kept free"),
         (["explain", "it crashed", "qwen3-4b", "--seq-len", "8K"], "Tried to allocate"),
     ],
