@@ -6,7 +6,7 @@ attaches has `detach()` and `stats()`. A module may say more about itself, and o
 * `MESH = (size, axes)`: the group size of MeshShape whose mesh of two axes it wants, and the axes' names;
 * `USES_LINK = True`: it moves bytes between device and host, on lanes of the one link that it is given;
 * `AFTER_SHARDING = True`: it wants the parameters as FSDP2 leaves them, `groups` of them and its `share` of the node;
-* `attach_plain(model, mesh)`: what the plain program does with a group of more than one rank.
+* `attach_plain(model, mesh)`: what the plain program does on several ranks.
 
 A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(axis, **options)` (it shards some itself,
 over the replicas of its mesh), and `loss` or `optimizer` in place of the plain ones.
@@ -188,7 +188,7 @@ def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, me
     """One flattener, or what the plain program does in its place."""
     mesh = mesh_of(module, meshes)
     if policy == OFF:
-        if mesh is not None and mesh.size(1) > 1 and hasattr(module, "attach_plain"):
+        if mesh is not None and mesh.size() > 1 and hasattr(module, "attach_plain"):
             flattened.attached[name] = module.attach_plain(flattened.model, mesh)
         return
     refuse_conflicts(name, flattened.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def _dense_gradients(model: Any, batches: list[Batch], num_valid: int, coefficie
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+def _together(parts: Iterable[Batch]) -> Batch:
+    rows = [(part.input_ids, part.position_ids, part.labels) for part in parts]
+    return Batch(*(torch.cat(tensors) for tensors in zip(*rows, strict=True)))
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_those_of_one_dense_process(world: int, tmp_path: Path) -> None:
     aux = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
@@ -75,7 +81,8 @@ def test_gradients_are_those_of_one_dense_process(world: int, tmp_path: Path) ->
     per_rank = run_ranks(plain_and_truth, world, runs)
     for i, run in enumerate(runs):
         weights, model_config, ours, _ = per_rank[0][i]
-        batches = [batch for rank in per_rank for batch in rank[i][3]]
+        # A micro-batch is that of all ranks together: the router's auxiliary loss is not a mean of the ranks' own.
+        batches = [_together(parts) for parts in zip(*(rank[i][3] for rank in per_rank), strict=True)]
         num_valid = sum(b.num_valid for b in batches)
         coefficient = 0.02 if i == 1 else 0.0
         plain_model = build_model(run, model_config)
