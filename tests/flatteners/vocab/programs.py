@@ -224,6 +224,7 @@ def judge(spec: Spec, case: Known, ranks: list[Outcome]) -> None:
     """Values and gradients of all ranks, put together, against plain and truth."""
     (eager, eager_grads), (truth, true_grads) = case.plain, case.truth
     assert len({found.dtypes for found in ranks}) == 1, spec
+    assert all(found.values.keys() == set(spec.want) for found in ranks), spec  # nothing that was not asked for
     dtypes = iter(ranks[0].dtypes)
     length = max(spec.width, sum(spec.rows), sum(spec.shards))
     for name in ranks[0].values:

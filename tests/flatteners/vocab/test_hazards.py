@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from steppe.core.errors import CollectiveTimeout, DataError, ShapeError
+from steppe.flatteners.vocab.budget import VocabPolicy
 from steppe.flatteners.vocab.ring import ring_dtp_loss
 from steppe.flatteners.vocab.stats import RingStats
 from steppe.runtime import collectives
-from tests.flatteners.vocab.programs import Spec, make, ours
+from tests.flatteners.vocab.programs import Spec, make, ours, spans
 from tests.support.exactness import assert_bitwise
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -64,6 +65,37 @@ def check_disturbed(rank: int, world_size: int) -> None:
 
 def test_late_exchanges_and_poisoned_buffers_change_no_bit() -> None:
     run_ranks(check_disturbed, 3)
+
+
+def check_graphs(rank: int, world_size: int) -> None:
+    """Two backwards through a kept graph, no second one through a freed one, none twice differentiable; no grad."""
+    group = collectives.world()
+    for schedule in ("one_pass", "weights", "activations"):
+        spec = UNEVEN.but(schedule=schedule)
+        made, rows, shard = make(spec), spans(spec.rows)[rank], spans(spec.shards)[rank]
+        leaves = [t.clone().requires_grad_() for t in (made.hidden[rows], made.weight[shard], made.bias[shard])]
+        policy = VocabPolicy(schedule, **spec.sizes)
+
+        def loss(leaves: Any = leaves, labels: Any = made.labels[rows], policy: VocabPolicy = policy) -> torch.Tensor:
+            return ring_dtp_loss(leaves[0], leaves[1], labels, bias=leaves[2], group=group, policy=policy)
+
+        kept = loss()
+        with torch.no_grad():
+            assert_bitwise(loss(), kept.detach(), f"{schedule} without gradients")
+        first = torch.autograd.grad(kept, leaves, retain_graph=True)
+        once = [grad.clone() for grad in first]
+        second = torch.autograd.grad(kept, leaves, torch.tensor(0.25))
+        for grad, again, before in zip(first, second, once, strict=True):
+            assert_bitwise(grad, before, f"{schedule}: the first gradient after the second backward")
+            assert_bitwise(again, before / 4, f"{schedule}: the second backward")
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(kept, leaves)
+        with pytest.raises(RuntimeError, match="double backward"):
+            torch.autograd.grad(loss(), leaves, create_graph=True)
+
+
+def test_graphs_used_twice_and_forwards_without_gradients_hold_over_ranks() -> None:
+    run_ranks(check_graphs, 3)
 
 
 def fail_before_the_ring(rank: int, world_size: int) -> None:

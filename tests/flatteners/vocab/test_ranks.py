@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.flatteners.vocab.programs import Spec, check_on_ranks
+from tests.flatteners.vocab.programs import ROW_VALUES, Spec, check_on_ranks
 
 SHARES = {
     1: ((37,), (101,)),
@@ -86,6 +88,32 @@ def test_the_whole_grid_of_options_schedules_ranks_and_dtypes(shape: str, ranks:
     """Strips of one logit on the small shape, larger tiles on the wide one: no piece takes more than a minute."""
     shares, sizes = (SMALL, SIZES) if shape == "small" else (SHARES, (SIZES[0], *SIZES[2:]))
     check_on_ranks(covering(ranks, dtype, shares, sizes), ranks, timeout_s=120.0)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_drawn_options_over_drawn_ranks_equal_the_whole_program(data: st.DataObject) -> None:
+    """Pairs and more of options together, over uneven and empty shares, with any tiles."""
+    ranks = data.draw(st.integers(2, 4))
+    shares = st.lists(st.integers(0, 12), min_size=ranks, max_size=ranks).map(tuple)
+    rows, shards = data.draw(shares), data.draw(shares.filter(any))
+    drawn = data.draw(st.fixed_dictionaries({}, optional={
+        "reduction": st.sampled_from(["mean", "sum", "none"]), "label_smoothing": st.sampled_from([0.1, 1.0]),
+        "z_loss": st.sampled_from([1e-4, 0.1]), "softcap": st.sampled_from([2.0, 30.0]),
+        "logit_scale": st.sampled_from([0.25, -1.5]), "vocab_size": st.integers(1, sum(shards)),
+        "ignore_index": st.sampled_from([-1, 0, 1000]),
+    }))  # fmt: skip
+    sizes = st.fixed_dictionaries({}, optional={
+        "tile_tokens": st.integers(1, 9), "tile_vocab": st.integers(1, 9), "num_chunks": st.integers(1, 5),
+    })  # fmt: skip
+    want = st.lists(st.sampled_from(["loss", *ROW_VALUES, "num_correct"]), min_size=1, unique=True).map(tuple)
+    spec = Spec(
+        rows, shards, 5, data.draw(st.sampled_from(["float64", "float32", "bfloat16", "float16"])), options=drawn,
+        bias=data.draw(st.booleans()), class_weight=data.draw(st.booleans()), want=data.draw(want),
+        frozen=data.draw(st.sampled_from(["", "hidden", "weight", "weight alone"])), seed=data.draw(st.integers(0, 9)),
+    )  # fmt: skip
+    check_on_ranks([spec.but(schedule=s, sizes=data.draw(sizes)) for s in schedules(spec, ranks)], ranks)
 
 
 def test_chunks_of_a_ring_do_not_change_what_comes_out() -> None:
