@@ -166,17 +166,18 @@ def one_hot_bytes(shape: RunShape) -> int:
 
 
 def _dense_mlp(shape: RunShape) -> Iterator[Entry]:
-    """Gate, up, activation and product are kept; three more of their size are alive inside the backward."""
+    """Gate, up, activation and product are kept. The backward holds six of their size at most: the product is gone
+    when its gradient becomes those of its two factors."""
     model = shape.model
     if not model.num_moe_layers:
         one = _mlp_tensor(shape, model.dense_width)
         yield Entry("other", "dense MLP, kept", 4 * one, MLP_BACKWARD)
-        yield Entry("other", "dense MLP, gradients", 3 * one, MLP_BACKWARD)
+        yield Entry("other", "dense MLP, gradients", 2 * one, MLP_BACKWARD)
         yield Entry("other", "dense MLP, forward", 3 * one, frozenset({Moment.FORWARD, Moment.EVALUATE}))
         return
     yield Entry("other", "shared expert, kept", 4 * _mlp_tensor(shape, model.shared_expert_width), MLP_BACKWARD)
     if model.num_dense_layers:
-        leading = 7 * _mlp_tensor(shape, model.dense_width)
+        leading = 6 * _mlp_tensor(shape, model.dense_width)
         yield Entry("other", "dense MLP of a leading block", leading, frozenset({Moment.DENSE_END}))
 
 

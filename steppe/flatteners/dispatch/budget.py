@@ -20,6 +20,7 @@ DEFAULT_CHUNK_BYTES: Final = 2**30
 TILE_ELEMENTS: Final = {"cpu": 2**16, "accelerator": 2**23}  # elementwise math runs on tiles of so many elements
 _TILE_TENSORS: Final = 4  # of a tile's backward, in the dtype of sums: activated, act, gradient, gate's gradient
 _GATE_FUNCTION: Final = 6  # autograd saves so many of a tile's size of a gate that is a function (gpt-oss clamps both)
+_GATE_KEPT: Final = 3  # and the plain program so many more of the inner width: clamped gate, its sigmoid, clamped up
 _WIDENED: Final = 3  # and gate, up and gradient where the rows are narrower
 _ROUTE_BYTES: Final = 4  # int32 row order
 
@@ -245,7 +246,8 @@ def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry,
     rows = plain_rows(layer)
     wide, inner = rows * layer.hidden * layer.row_bytes, rows * layer.width * layer.row_bytes
     back, forward = frozenset({Moment.BACKWARD}), inside - {Moment.BACKWARD}
-    kept = [("arrived rows", wide), ("gate and up", 2 * inner), ("activation", 2 * inner), ("expert output", wide)]
+    act = (2 + _GATE_KEPT * layer.gate_is_function) * inner
+    kept = [("arrived rows", wide), ("gate and up", 2 * inner), ("activation", act), ("expert output", wide)]
     gradients = layer.num_native * layer.expert_elements * layer.weight_bytes
     return (
         *(Entry("dispatch", name, size, back) for name, size in kept),
