@@ -36,8 +36,8 @@ MACHINE = MachineShape(
 # Chunked cross-entropy and CPU offload, taken as free: no logits at all, nothing of the parameters on the device.
 TUNED = frozenset({
     "log-softmax", "gradient of the log-softmax", "gradient of the logits", "logits, held by the caller",
-    "weights of the shards", "gradients of the shards", "gradients of the shards so far", "exp_avg", "exp_avg_sq", "master weights",
-    "foreach transient",
+    "weights of the shards", "gradients of the shards", "gradients of the shards so far", "exp_avg", "exp_avg_sq",
+    "master weights", "foreach transient",
 })  # fmt: skip
 
 FUSED = frozenset({"foreach transient"})
@@ -70,7 +70,7 @@ def context_rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def seconds_of(command: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    """Wall seconds of `steppe ...` from the start of the interpreter, the median, and what heavy it loaded (nothing)."""
+    """Wall seconds of `steppe ...` with the start of the interpreter, their median, and what heavy it loaded."""
     probe = (
         "import sys; from steppe import cli\n"
         f"code = cli.main({list(command)!r})\n"
