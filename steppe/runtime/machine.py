@@ -6,6 +6,7 @@ machine can't show (a link without an accelerator) is left out, and the reader k
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import threading
@@ -99,7 +100,22 @@ def load(path: str | Path) -> Measured:
             "machine file", got=f"{path}: {sorted(table or ())}", allowed="[machine] with " + ", ".join(allowed),
             remedy="run steppe calibrate",
         )  # fmt: skip
+    _check_figures(path, table)
     return Measured(**table)
+
+
+def _check_figures(path: str | Path, table: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for a figure that no machine has; such a file was edited."""
+    rates = table.get("adamw_rates", {})
+    figures = {name: value for name, value in table.items() if name != "adamw_rates"}
+    figures |= {f"adamw_rates.{n}": rate for n, rate in rates.items()} if isinstance(rates, dict) else {"adamw_rates": ""}
+    for name, value in figures.items():
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        if not good and not (name == "page_lock_bytes" and value == 0):
+            raise ConfigError(
+                "machine file", got=f"{path}: {name} = {value!r}", allowed="finite numbers above 0",
+                remedy="run steppe calibrate again, or leave the line out",
+            )  # fmt: skip
 
 
 def calibrate_command(out: Path, update: Update | None = None) -> int:

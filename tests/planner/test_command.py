@@ -178,6 +178,24 @@ def test_a_calibrated_machine_replaces_the_priors(capsys: pytest.CaptureFixture[
     assert "the link moves" not in out
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "to_host_rate = -4e9", 'to_host_rate = "fast"', "to_host_rate = nan", "matmul_rate = 0.0", "adamw_rates = 3",
+        'adamw_rates = {"1" = 0}', "numa_nodes = true", "host_memory_rate = inf",
+    ],
+)  # fmt: skip
+def test_a_machine_file_with_figures_that_no_machine_has_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    machine = tmp_path / "machine.toml"
+    machine.write_text(f"[machine]\n{line}\n")
+    code, _, err = run(capsys, "plan", "qwen3-4b", "--seq-len", "8K", "--machine", str(machine))
+    assert code == 2
+    assert "finite numbers above 0" in err
+    assert len(err.strip().splitlines()) == 1
+
+
 def test_other_stacks_words_describe_their_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """modelscope/ms-swift#9403, in its own words; with experts cut in two, half of it."""
     asked = ["qwen3-235b-a22b", "--seq-len", "4096", "--ranks", "64", "--tp", "4", "--pp", "2", "--ep", "8"]
