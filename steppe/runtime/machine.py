@@ -108,7 +108,8 @@ def _check_figures(path: str | Path, table: Mapping[str, Any]) -> None:
     """Raises: ConfigError for a figure that no machine has; such a file was edited."""
     rates = table.get("adamw_rates", {})
     figures = {name: value for name, value in table.items() if name != "adamw_rates"}
-    figures |= {f"adamw_rates.{n}": rate for n, rate in rates.items()} if isinstance(rates, dict) else {"adamw_rates": ""}
+    named = rates if isinstance(rates, dict) else {"": rates}
+    figures |= {f"adamw_rates.{threads}": rate if named is rates else None for threads, rate in named.items()}
     for name, value in figures.items():
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if not good and not (name == "page_lock_bytes" and value == 0):
