@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_targets(args: argparse.Namespace) -> None:
     """Refuse a file that can't be written before the work that fills it. Raises: ConfigError."""
-    for name in ("out", "picture", "export"):
+    for name in ("out", "picture", "export", "markdown"):
         if (path := getattr(args, name, None)) is None:
             continue
         folder = Path(path).absolute()
@@ -154,6 +154,10 @@ def _add_verify(commands: _Commands) -> None:
     _add_report_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, help="steps to compare (%(default)s)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both memory timelines (PNG)")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--stack", action="store_true", help="the four one by one, each on top of the last ones")
+    several.add_argument("--all-subsets", action="store_true", help="all 16 subsets of the four")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables of differences and peaks there")
     parser.set_defaults(run=lambda args: _run_on_ranks("verify", args))
 
 

@@ -50,9 +50,12 @@ def _flattened(config: RunConfig, args: argparse.Namespace) -> RunConfig:
 
 def _check(config: RunConfig, args: argparse.Namespace) -> None:
     """Refuse before any rank starts."""
-    if args.command == "verify" and all(policy == OFF for policy in config.flatten.values()):
+    several = args.command == "verify" and (args.stack or args.all_subsets)
+    if args.command == "verify" and not several and all(policy == OFF for policy in config.flatten.values()):
         raise ConfigError("verify", got="a run with every flattener off", allowed="at least one on",
                           remedy='write boundary = "on" under [flatten], or pass --flatten boundary')  # fmt: skip
+    if several and args.picture:
+        raise ConfigError("--picture", got="several runs", allowed="one", remedy="leave --stack and --all-subsets out")
     if args.command == "verify" and args.steps < 1:
         raise ConfigError("--steps", got=args.steps, allowed="1 or more", remedy="3 show the steady step")
     if args.command == "compare" and args.toggle not in NAMES:
@@ -88,17 +91,36 @@ def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
 
 
 def verify(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
-    """Plain, then flattened, from one seed; rank 0 prints the certificate."""
+    """Plain, then flattened, from one seed; rank 0 prints the certificate, or the tables of several."""
     from steppe.profiler import picture
     from steppe.runtime import collectives
     from steppe.verify import emit, side_by_side
 
+    if args.stack or args.all_subsets or args.markdown:
+        _verify_several(config, args, device)
+        return
     say = _voice()
     pair = side_by_side(config, steps=args.steps, device=device, say=say)
     if collectives.rank(collectives.world()) == 0:
         if args.picture:
             picture(args.picture, {name: side.timeline for name, side in pair.sides.items()})
         emit(pair.certificate, args)
+
+
+def _verify_several(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
+    """Several selections of flatteners against one plain run: tables on standard output, or into a file."""
+    from steppe import subsets
+    from steppe.runtime import collectives
+
+    on = tuple(name for name in NAMES if config.flatten[name] != OFF)
+    chosen = subsets.all_subsets() if args.all_subsets else subsets.stacked() if args.stack else [on]
+    found = subsets.certificates(config, chosen, steps=args.steps, device=device, say=_voice())
+    if collectives.rank(collectives.world()):
+        return
+    text = subsets.markdown({name: certificate.to_json() for name, certificate in found.items()})
+    if args.markdown:
+        args.markdown.write_text(text + "\n")
+    print(subsets.to_json(found) if args.json else text)
 
 
 def compare(config: RunConfig, args: argparse.Namespace, device: Any) -> None:

@@ -19,6 +19,7 @@ from steppe.flatteners import NAMES
 from steppe.flatteners.boundary.budget import BoundaryPolicy
 from steppe.runtime import collectives
 from steppe.sides import Side
+from steppe.subsets import all_subsets, stacked
 from steppe.training.config import RunConfig, policy_class
 from steppe.verify import certify, emit, side_by_side, table
 from tests.support.exactness import rounding_band
@@ -137,6 +138,46 @@ def test_the_certificate_prints_stable_json_and_a_table_of_all_peaks(tmp_path: P
         assert key in found
     for word in (*PEAKS, "device peak", "step time", "weights", "gradients", "largest loss difference"):
         assert word in as_text
+
+
+def _several(rank: int, world_size: int, folder: str, chosen: list[tuple[str, ...]]) -> dict[str, Any]:
+    import contextlib
+    import io
+
+    from steppe import commands
+
+    groups = {"ranks": world_size, "expert": world_size, "vocab": world_size}
+    config = toy_run(Path(folder), launch=groups).with_flatten(boundary=BoundaryPolicy(min_bytes=0))
+    args = argparse.Namespace(
+        command="verify", steps=1, json=True, picture=None, stack=chosen == stacked(), all_subsets=len(chosen) == 16,
+        markdown=Path(folder) / "numerics.md",
+    )  # fmt: skip
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        commands.verify(config, args, None)
+    return json.loads(out.getvalue()) if rank == 0 else {}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "chosen"), [(2, stacked()), pytest.param(2, all_subsets(), marks=pytest.mark.slow)]
+)
+def test_the_four_one_by_one_and_all_subsets_are_judged_against_one_plain_run(
+    world_size: int, chosen: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    found = run_ranks(_several, world_size, str(tmp_path), chosen)[0]
+    text = (tmp_path / "numerics.md").read_text()
+    assert list(found) == ["+".join(names) or "none" for names in chosen]
+    band = rounding_band(torch.float32, 32 * world_size)
+    for name, certificate in found.items():
+        on = {key for key, policy in certificate["flatteners"].items() if policy != "off"}
+        assert on == set(name.split("+")) - {"none"}
+        truth = certificate["against_float64"]
+        assert truth["flattened"]["max_grad_rel_err"] <= truth["plain"]["max_grad_rel_err"] + band, name
+        assert f"| {name} | " in text
+    assert found["none"]["max_grad_rel_err"] == found["none"]["max_abs_loss_diff"] == 0.0, "a plain run is itself"
+    assert "loss to float64" in text
+    assert all(peak in text for peak in PEAKS)
+    assert "min_bytes=0" in found["+".join(NAMES)]["flatteners"]["boundary"], "the run's own policy is kept"
 
 
 def _profiled(rank: int, world_size: int, folder: str) -> str:
