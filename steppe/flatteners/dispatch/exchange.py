@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from steppe.core.errors import ShapeError
 from steppe.flatteners.dispatch.budget import DispatchPolicy
-from steppe.flatteners.dispatch.experts import ChunkMath, ChunkRows
+from steppe.flatteners.dispatch.experts import ChunkMath
 from steppe.flatteners.dispatch.gradients import NativeSums
 from steppe.flatteners.dispatch.paths import LanePath, LocalPath, Path, Source, WirePath
 from steppe.flatteners.dispatch.routes import Routes, Session, fingerprint, route
@@ -56,8 +56,9 @@ def pipelined_llep(
     session.telemetry.begin(torch.is_grad_enabled())
     with torch.autocast(tokens.device.type, enabled=False):
         handle = Tap.apply(call, tokens, route_weights, expert_ids, *experts.tensors)
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in experts.tensors)
         with torch.no_grad(), scopes.label("dispatch"):
-            out = call.forward(tokens, expert_ids, route_weights, experts.form().stack(*experts.tensors))
+            out = call.forward(learns, tokens, expert_ids, route_weights, experts.form().stack(*experts.tensors))
         return Exchange.apply(handle, [out])  # type: ignore[no-any-return]
 
 
@@ -97,11 +98,13 @@ class Call:
         self.seen: torch.Tensor
 
     def forward(
-        self, tokens: torch.Tensor, expert_ids: torch.Tensor, route_weights: torch.Tensor, natives: ExpertStack
-    ) -> torch.Tensor:
-        """Tables, then the chunks."""
+        self, learns: bool, tokens: torch.Tensor, expert_ids: torch.Tensor, route_weights: torch.Tensor,
+        natives: ExpertStack,
+    ) -> torch.Tensor:  # fmt: skip
+        """Tables, then the chunks. `learns`: this rank's experts have gradients."""
         self.seen = fingerprint(expert_ids)
-        routes = self.routes = route(expert_ids, route_weights, tokens, self.form, self.num_native, self.session)
+        self.routes = route(expert_ids, route_weights, tokens, self.form, self.num_native, self.session, learns)
+        routes = self.routes
         numbers = sum_dtype(tokens.dtype)
         combine = numbers if self.session.policy.combine_dtype == "float32" else tokens.dtype
         source = Source(
@@ -114,28 +117,37 @@ class Call:
         return source.total.to(tokens.dtype)
 
     def backward(
-        self, grad: torch.Tensor, tokens: torch.Tensor, route_weights: torch.Tensor, natives: ExpertStack, learn: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Gradients of tokens, route weights and expert tensors; the latter's sums are skipped unless `learn`."""
+        self, grad: torch.Tensor, tokens: torch.Tensor, route_weights: torch.Tensor, natives: ExpertStack
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Gradients of tokens, route weights and expert tensors; the latter's are neither made nor
+        sent where no rank's experts learn."""
         routes, numbers = self.routes, sum_dtype(tokens.dtype)
         source = Source(
             routes, tokens, route_weights.to(numbers).reshape(-1),
             torch.zeros(tokens.shape, dtype=numbers, device=tokens.device), grad,
             torch.zeros(route_weights.numel(), dtype=numbers, device=tokens.device),
         )  # fmt: skip
-        sums = NativeSums.zeros(self.form, list(routes.native_left), natives.gate_up, numbers)
         what = f"{self.session.telemetry.layer}, backward"
-        travel = ReturnTravel(routes, natives, self.session, what, sums)
-
-        def compute(math: ChunkMath, stack: ExpertStack, rows: ChunkRows, group: int) -> None:
-            math.backward(stack, rows, travel.sums(group) if learn else None)
-
-        self._run(source, travel, compute, what)
+        weights = self._backward_chunks(source, natives, what, numbers)
         assert source.weight_grads is not None
         weight_grads = source.weight_grads.view(route_weights.shape).to(route_weights.dtype)
+        return source.total.to(tokens.dtype), weight_grads, weights
+
+    def _backward_chunks(
+        self, source: Source, natives: ExpertStack, what: str, numbers: torch.dtype
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The chunks, and the expert tensors' gradients."""
+        routes = self.routes
+        if not routes.learns:
+            travel = Travel(routes, natives, self.session, what)
+            self._run(source, travel, lambda math, stack, rows, group: math.backward(stack, rows, None), what)
+            return (None,) * len(natives.tensors)
+        sums = NativeSums.zeros(self.form, list(routes.native_left), natives.gate_up, numbers)
+        home = ReturnTravel(routes, natives, self.session, what, sums)
+        self._run(source, home, lambda math, stack, rows, group: math.backward(stack, rows, home.sums(group)), what)
         counters = self.session.pool.counters
         counters["most_sums_held"] = max(counters["most_sums_held"], sums.most_held)
-        return source.total.to(tokens.dtype), weight_grads, sums.grads.tensors
+        return sums.grads.tensors
 
     def _run(self, source: Source, travel: Travel, compute: Callable[..., None], what: str) -> None:
         session, routes = self.session, self.routes
@@ -195,7 +207,7 @@ class Tap(torch.autograd.Function):
         with scopes.label("dispatch"):
             call.session.telemetry.replayed(fingerprint(expert_ids) != call.seen)
             natives = call.form.stack(*weights)
-            d_tokens, d_routes, d_weights = call.backward(grad, tokens, route_weights, natives, any(need_weights))
+            d_tokens, d_routes, d_weights = call.backward(grad, tokens, route_weights, natives)
         given = (d if need else None for d, need in zip(d_weights, need_weights, strict=True))
         return None, d_tokens if need_tokens else None, d_routes if need_routes else None, None, *given
 

@@ -63,6 +63,7 @@ class Routes:
     by_choice: Ints  # [E, k]
     rank: int
     native_left: list[int]
+    learns: bool  # whether experts have gradients, on any rank
 
     @cached_property
     def choice_sizes(self) -> list[list[int]]:
@@ -79,9 +80,11 @@ class Routes:
 
 def route(
     expert_ids: torch.Tensor, route_weights: torch.Tensor, tokens: torch.Tensor, form: ExpertForm,
-    num_native: int, session: Session,
+    num_native: int, session: Session, learns: bool = True,
 ) -> Routes:  # fmt: skip
-    """Counts, plan and tables. One all-gather of E + 2 integers, one copy to the host.
+    """Counts, plan and tables. One all-gather of E + 3 integers, one copy to the host.
+
+    `learns` says whether this rank's experts have gradients; the order of messages depends on what all ranks say.
 
     Raises: on all ranks alike, ShapeError for expert ids out of range or non-finite route weights anywhere,
     WorkingSetError for more tokens than declared; ConfigError where E is not a multiple of E_p.
@@ -92,7 +95,7 @@ def route(
     num_tokens, num_choices = expert_ids.shape
     by_choice = _count(expert_ids, num_experts)
     order = _order(expert_ids)
-    everyone = collectives.all_gather(_report(by_choice, expert_ids, route_weights), session.group)
+    everyone = collectives.all_gather(_report(by_choice, expert_ids, route_weights, learns), session.group)
     host = torch.cat([everyone.reshape(-1), by_choice.reshape(-1)]).cpu().numpy().astype(np.int64)
     reports = host[: everyone.numel()].reshape(num_ranks, -1)
     session.pool.counters["host_syncs"] += 1
@@ -114,7 +117,7 @@ def route(
     own = LayerShape(**{**vars(layer), "num_tokens": num_tokens})
     return Routes(
         own, layout, send_tables(layout, rank), receives, order, host[everyone.numel() :].reshape(-1, num_choices),
-        rank, _native_left(layout, receives, rank),
+        rank, _native_left(layout, receives, rank), bool(reports[:, -1].any()),
     )  # fmt: skip
 
 
@@ -153,11 +156,14 @@ def _order(expert_ids: torch.Tensor) -> torch.Tensor:
     return torch.sort(expert_ids.to(torch.int32).t().reshape(-1), stable=True).indices.to(torch.int32)
 
 
-def _report(by_choice: torch.Tensor, expert_ids: torch.Tensor, route_weights: torch.Tensor) -> torch.Tensor:
-    """[E + 2] int32: counts, ids out of range, route weights that are not finite."""
+def _report(
+    by_choice: torch.Tensor, expert_ids: torch.Tensor, route_weights: torch.Tensor, learns: bool
+) -> torch.Tensor:
+    """[E + 3] int32: counts, ids out of range, route weights that are not finite, whether the experts learn."""
     outside = ((expert_ids < 0) | (expert_ids >= by_choice.shape[0])).sum(dtype=torch.int32)
     infinite = route_weights.isfinite().logical_not_().sum(dtype=torch.int32)
-    return torch.cat([by_choice.sum(1, dtype=torch.int32), outside[None], infinite[None]])
+    learning = torch.full_like(outside, learns)
+    return torch.cat([by_choice.sum(1, dtype=torch.int32), torch.stack([outside, infinite, learning])])
 
 
 def _check(flags: Ints, num_experts: int) -> None:
