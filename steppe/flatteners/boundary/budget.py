@@ -47,7 +47,8 @@ class BoundaryPolicy:
     profiles one block and takes what pays. At most `extra_limit` results a boundary are kept; the others count as
     short-lived and are recomputed. `pin_topk` replays the router's choice in the recompute. `host_bytes` caps the host
     arena; tensors below `min_bytes` are left alone. `compile` compiles inside the checkpoint: `parts` (attention and
-    norms) or `block`.
+    norms) or `block`; `compile_varying` says that the length of a row varies from step to step: for parts it is then
+    marked dynamic from the first graph on, and everything else stays static.
     """
 
     default: Choice = "offload"
@@ -59,6 +60,7 @@ class BoundaryPolicy:
     min_bytes: int = 4096
     compile: Compile = "off"
     compile_backend: str = "inductor"
+    compile_varying: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_boundary", _pairs(self.per_boundary))

@@ -13,11 +13,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from steppe.core.errors import ConfigError
 from steppe.flatteners.boundary.budget import BoundaryPolicy
 
 _ATTENTION = ("attn", "attention")
+# Where a row's length stands in what parts are given: positions [B,S], hidden states and rotary tables [B,S,.], masks
+# [B,1,S,S].
+_LENGTHS = {2: (1,), 3: (1,), 4: (2, 3)}
 
 
 class Compiler:
@@ -26,7 +30,7 @@ class Compiler:
     def __init__(self, policy: BoundaryPolicy) -> None:
         self.mode = policy.compile
         self.graphs = 0
-        self._backend = policy.compile_backend
+        self._backend, self._varying = policy.compile_backend, policy.compile_varying
         if self.mode != "off":
             _check_backend(self._backend)
         self._parts: list[nn.Module] = []
@@ -51,6 +55,8 @@ class Compiler:
                 )  # fmt: skip
             for part in parts:
                 part.compile(backend=self.backend)
+                if self._varying:
+                    part._compiled_call_impl = partial(_marked, part._compiled_call_impl)
             self._parts += parts
 
     def detach(self) -> None:
@@ -68,6 +74,15 @@ class Compiler:
         if module not in self._blocks:
             self._blocks[module] = torch.compile(fn, backend=self.backend)
         return self._blocks[module]
+
+
+def _marked(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled part with the length of its tensors marked dynamic (a hint: 0 and 1 are still special)."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            for dim in _LENGTHS.get(leaf.dim(), ()):
+                torch._dynamo.maybe_mark_dynamic(leaf, dim)
+    return compiled(*args, **kwargs)
 
 
 def _check_backend(name: str) -> None:
