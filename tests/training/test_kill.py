@@ -18,7 +18,7 @@ import tomli_w
 from tests.training.toys import toy_tables
 from tests.training.zygote import Zygote
 
-STEPS_BETWEEN_KILLS = 5
+STEPS_BETWEEN_KILLS = 3
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,17 @@ def zygote() -> Iterator[Zygote]:
     made.close()
 
 
-def _write_run(folder: Path, name: str, steps: int, **output: object) -> Path:
-    tables = toy_tables(folder)
+ALL_FOUR = {
+    "launch": {"ranks": 2, "expert": 2, "vocab": 2},
+    "flatten": {
+        "dispatch": {"chunk_tokens": 16}, "vocab": "on", "boundary": {"min_bytes": 0},
+        "optimizer": {"bucket_bytes": 65536, "overlap_backward": True},
+    },
+}  # fmt: skip
+
+
+def _write_run(folder: Path, name: str, steps: int, extra: dict[str, Any] | None = None, **output: object) -> Path:
+    tables = toy_tables(folder) | (extra or {})
     tables["model"]["shape"]["attention_dropout"] = 0.1
     tables["train"] |= {"steps": steps, "micro_batches": 2}
     tables["output"] = {"dir": str(folder / name), "checkpoint_every": 1, **output}
@@ -65,16 +74,16 @@ def _kill(job: dict[str, Any], whom: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _killed_run(zygote: Zygote, folder: Path, kills: int, seed: int) -> None:
+def _killed_run(zygote: Zygote, folder: Path, kills: int, seed: int, extra: dict[str, Any] | None = None) -> None:
     chance = random.Random(seed)
     steps = (kills + 1) * STEPS_BETWEEN_KILLS
-    job = zygote.ask(start=str(_write_run(folder, "straight", steps)), ranks=2)
+    job = zygote.ask(start=str(_write_run(folder, "straight", steps, extra)), ranks=2)
     assert zygote.ask(wait=job["launcher"])["status"] == 0
-    path, output, reached = _write_run(folder, "killed", steps), folder / "killed", 0
+    path, output, reached = _write_run(folder, "killed", steps, extra), folder / "killed", 0
     for kill in range(kills):
         job = zygote.ask(start=str(path), ranks=2)
         _wait_for_step(output, reached + chance.randint(1, STEPS_BETWEEN_KILLS))
-        time.sleep(chance.random() * 0.1)
+        time.sleep(chance.random() * (0.1 if extra is None else 0.4))  # a step and its checkpoint are as long
         _kill(job, ("ranks", "launcher", "one rank")[kill % 3])
         assert zygote.ask(wait=job["launcher"])["status"] != 0, "the kill came before the end"
         reached = max(_committed(output))
@@ -86,6 +95,11 @@ def _killed_run(zygote: Zygote, folder: Path, kills: int, seed: int) -> None:
 
 def test_five_kills_leave_no_trace_in_the_losses(zygote: Zygote, tmp_path: Path) -> None:
     _killed_run(zygote, tmp_path, kills=5, seed=11)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_kill_in_any_phase_leaves_no_trace_with_all_four_on(zygote: Zygote, tmp_path: Path, kills: int) -> None:
+    _killed_run(zygote, tmp_path, kills, seed=13, extra=ALL_FOUR)
 
 
 @pytest.mark.slow
