@@ -20,6 +20,7 @@ def judge(what: Traced) -> None:
     assert told.device_peak_bytes == pytest.approx(measured.device_peak_bytes, rel=WITHIN), told.holders
     for name in ("vocab", "boundary"):
         assert_peak(measured.peaks[name], told.peaks[name], 64, "the loss and its divisor")
+    assert told.peaks["dispatch"] == pytest.approx(measured.peaks["dispatch"], rel=0.01)
     assert told.peaks["weights"] == pytest.approx(measured.peaks["weights"], rel=1e-3)
 
 

@@ -116,16 +116,18 @@ def entries(shape: RunShape, policy: BoundaryPolicy | Off = OFF) -> tuple[Entry,
     (L-1)*N*H*b on the host, plus extras.
     """
     size, num_layers = boundary_bytes(shape), shape.model.num_layers
-    still_to_come = Entry("boundary", "inputs of the first blocks", _first_inputs(shape) * size, FIRST_BLOCKS)
+    still_to_come = tuple(
+        Entry("boundary", "inputs of the first blocks", count * size, moments) for count, moments in _first_inputs(shape)
+    )
     if isinstance(policy, Off):
-        return (Entry("boundary", "block inputs", num_layers * size, PER_BOUNDARY), still_to_come)
+        return (Entry("boundary", "block inputs", num_layers * size, PER_BOUNDARY), *still_to_come)
     choices = policy.choices(num_layers)
     held, moving = device_boundaries(choices)
     rows = [
         Entry("boundary", "block inputs in the forward", forward_boundaries(choices) * size, IN_FORWARD),
         Entry("boundary", "block inputs kept on the device", held * size, PER_BOUNDARY - IN_FORWARD),
         Entry("boundary", "block input in transit", moving * size, LAST_BLOCK),
-        still_to_come,
+        *still_to_come,
         Entry("boundary", "block inputs", stored_on_host(choices) * size, PER_BOUNDARY, "host"),
     ]
     for what, per_block in (("extras", extra_bytes(shape, policy)), ("pinned choices", pinned_bytes(shape, policy))):
@@ -143,10 +145,12 @@ def forward_boundaries(choices: Sequence[Choice]) -> int:
     return len(kept | ({0, last - 2, last - 1, last} & set(range(last + 1))))
 
 
-def _first_inputs(shape: RunShape) -> int:
+def _first_inputs(shape: RunShape) -> tuple[tuple[int, frozenset[Moment]], ...]:
     """Where nearly all gradients are there: one block has none before it on one rank; where gradients wait to be
-    reduced it is the second block, beside whose input stands the first one's."""
-    return 1 if shape.mesh.world == 1 else min(2, max(shape.model.num_layers - 1, 1))
+    reduced it is the second block, beside whose input stands the first one's. A single leading dense block is first."""
+    second = 1 if shape.mesh.world == 1 else min(2, max(shape.model.num_layers - 1, 1))
+    dense = frozenset({Moment.DENSE_END})
+    return (second, FIRST_BLOCKS - dense), (min(second, max(shape.model.num_dense_layers, 1)), dense)
 
 
 def _companions(what: str, per_block: int, blocks: int, moving: int) -> list[Entry]:
