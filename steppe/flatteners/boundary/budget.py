@@ -116,9 +116,8 @@ def entries(shape: RunShape, policy: BoundaryPolicy | Off = OFF) -> tuple[Entry,
     (L-1)*N*H*b on the host, plus extras.
     """
     size, num_layers = boundary_bytes(shape), shape.model.num_layers
-    still_to_come = tuple(
-        Entry("boundary", "inputs of the first blocks", count * size, moments) for count, moments in _first_inputs(shape)
-    )
+    first = "inputs of the first blocks"
+    still_to_come = tuple(Entry("boundary", first, count * size, moments) for count, moments in _first_inputs(shape))
     if isinstance(policy, Off):
         return (Entry("boundary", "block inputs", num_layers * size, PER_BOUNDARY), *still_to_come)
     choices = policy.choices(num_layers)
