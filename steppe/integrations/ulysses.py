@@ -47,6 +47,11 @@ class Ulysses:
                 "sequence parallelism", got="an attention mask with padding", allowed="packed documents",
                 remedy="pack documents and pass position_ids that restart at 0 for each",
             )  # fmt: skip
+        if kwargs.get("past_key_values") is not None:
+            raise ConflictError(
+                "sequence parallelism", got="a cache of keys and values", allowed="whole forwards",
+                remedy="detach() before generating: each rank then has whole sequences",
+            )  # fmt: skip
         tokens = (
             next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
             if not args
