@@ -47,7 +47,7 @@ class Ulysses:
                 "sequence parallelism", got="an attention mask with padding", allowed="packed documents",
                 remedy="pack documents and pass position_ids that restart at 0 for each",
             )  # fmt: skip
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):  # newer and older transformers
             raise ConflictError(
                 "sequence parallelism", got="a cache of keys and values", allowed="whole forwards",
                 remedy="detach() before generating: each rank then has whole sequences",
