@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steppe.core.errors import CollectiveTimeout, Refusal
 from steppe.flatteners.dispatch import reference, registry
-from steppe.flatteners.dispatch.attach import attach, attach_plain, diagnose
+from steppe.flatteners.dispatch.attach import attach, attach_plain
 from steppe.flatteners.dispatch.budget import DispatchPolicy, LayerShape
 from steppe.flatteners.dispatch.exchange import pipelined_llep
 from steppe.flatteners.dispatch.plan import check_divides
@@ -48,6 +50,36 @@ def one_case(rank: int, world_size: int, case: Case, again: bool, hazards: bool)
     results["counters"] = dict(session.pool.counters)
     results["stats"] = vars(stats)
     return results
+
+
+def counted_collectives(rank: int, world_size: int, case: Case) -> dict[str, int]:
+    """Calls of torch.distributed by kind in one forward and backward, and the number of chunks."""
+    import torch.distributed as dist
+
+    seen: dict[str, int] = {}
+    plain = {name: getattr(dist, name) for name in dir(dist) if callable(getattr(dist, name))}
+    kinds = ("all_gather", "all_reduce", "all_to_all", "barrier", "batch_isend_irecv", "broadcast", "reduce_scatter")
+    counted = {name: kind for name in plain for kind in kinds if name.startswith(kind) or f"{kind}_" in name}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[counted[name]] = seen.get(counted[name], 0) + 1
+            return plain[name](*args, **kwargs)
+
+        return call
+
+    session, group = new_session(case, collectives.world()), collectives
+    gathered = group._gather_single
+    for name in counted:
+        setattr(dist, name, counting(name))
+    group._gather_single = counting(gathered.__name__)
+    try:
+        gradients(flat(session), shard(make_experts(case), rank, world_size), make_inputs(case, rank))
+    finally:
+        for name in counted:
+            setattr(dist, name, plain[name])
+        group._gather_single = gathered
+    return {**seen, "chunks": session.telemetry.read().chunks}
 
 
 def run_baselines(rank: int, world_size: int, case: Case) -> dict[str, dict[str, torch.Tensor]]:
@@ -102,17 +134,20 @@ def batch_of(rank: int) -> torch.Tensor:
 
 
 def summed_loss(model: Any, ids: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Cross-entropy of the next token, summed over the batch and divided by the global number of tokens."""
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / divisor
+    """Cross-entropy of the next token of [B,S], summed over the batch and divided by the global number of labels."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum") / divisor
 
 
 def sharded_model(family: str, world_size: int, expert_ranks: int, policy: DispatchPolicy | None) -> tuple[Any, Any]:
-    """A float64 toy, experts over `ep` and FSDP2 over `efsdp`, everything else FSDP2 over all ranks."""
+    """A float64 toy over ranks; see `over_ranks`."""
+    return over_ranks(whole_model(Step(family)), world_size, expert_ranks, policy)
+
+
+def over_ranks(model: Any, world_size: int, expert_ranks: int, policy: DispatchPolicy | None) -> tuple[Any, Any]:
+    """Experts over `ep` and FSDP2 over `efsdp`, everything else FSDP2 over all ranks. No policy: the plain program."""
     mesh = init_device_mesh("cpu", (world_size // expert_ranks, expert_ranks), mesh_dim_names=("efsdp", "ep"))
     world = init_device_mesh("cpu", (world_size,))
-    model = float64_model(toy_config(family)).train()
-    spread_routers(model)
     attached = attach_plain(model, mesh) if policy is None else attach(model, policy, mesh)
     if hasattr(attached, "shard_complement"):
         attached.shard_complement(mesh)
@@ -132,9 +167,45 @@ def spread_routers(model: Any) -> None:
                 parameter.copy_(values + torch.linspace(0, 1, len(values))[:, None])
 
 
-def family_steps(rank: int, world_size: int, cases: list[tuple[str, int, bool]]) -> list[dict[str, Any]]:
-    """Each (family, E_p, under checkpoint): full gradients of one step, expert forwards and MoE layers."""
-    return [_family_step(rank, world_size, *case) for case in cases]
+@dataclass(frozen=True)
+class Step:
+    """A family's model, where its experts live, and the routings it takes a step under: "router" is its own choice,
+    the others are profiles. `tied`: every expert has a twin of equal score, and 3 are chosen, which cuts through a
+    pair and is more than the natives of 4 ranks. (transformers' attention takes no empty batch: ranks without tokens
+    are met in test_ranks.)"""
+
+    family: str
+    expert_ranks: int = 1
+    again: bool = False  # under activation checkpointing
+    routings: tuple[str, ...] = ("router",)
+    dtype: torch.dtype = torch.float64
+    tied: bool = False
+
+
+def whole_model(step: Step) -> Any:
+    """The unsharded model, a function of family, dtype and ties."""
+    config = toy_config(step.family, **({"num_experts_per_tok": 3} if step.tied else {}))
+    if step.dtype == torch.float64:
+        model = float64_model(config).train()
+    else:
+        model = toy_model(step.family, num_experts_per_tok=config.num_experts_per_tok).to(step.dtype).train()
+        model.set_experts_implementation("eager")
+    spread_routers(model)
+    if step.tied:
+        _make_twins(model)
+    return model
+
+
+def _make_twins(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name or name.endswith(("gate.weight", "router.weight", "router.bias")):
+                parameter[1::2] = parameter[0::2]
+
+
+def family_steps(rank: int, world_size: int, steps: list[Step]) -> list[dict[str, Any]]:
+    """Full gradients of each step by routing (on rank 0), expert forwards and backwards of its MoE layers."""
+    return [_family_step(rank, world_size, step) for step in steps]
 
 
 def plain_family_step(rank: int, world_size: int, family: str) -> dict[str, torch.Tensor]:
@@ -151,20 +222,26 @@ def full_gradients(model: Any) -> dict[str, torch.Tensor]:
         return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _family_step(rank: int, world_size: int, family: str, expert_ranks: int, again: bool) -> dict[str, Any]:
-    model, attached = sharded_model(family, world_size, expert_ranks, DispatchPolicy(chunk_tokens=5))
-    if again:
+def _family_step(rank: int, world_size: int, step: Step) -> dict[str, Any]:
+    policy = DispatchPolicy(chunk_tokens=5)
+    model, attached = over_ranks(whole_model(step), world_size, step.expert_ranks, policy)
+    if step.again:
         checkpoint_blocks(model)
+    gradients = {}
     divisor = sum(batch_of(r).numel() - 1 for r in range(world_size))
-    loss = summed_loss(model, batch_of(rank), divisor)
-    loss.backward()
-    gradients = full_gradients(model)
+    for routing in step.routings:
+        attached.forced = None if routing == "router" else routing
+        model.zero_grad()
+        summed_loss(model, batch_of(rank), divisor).backward()
+        found = full_gradients(model)
+        gradients[routing] = found if rank == 0 else {}
     stats = attached.stats()
+    attached.detach()
     return {
-        "gradients": gradients if rank == 0 else {},
+        "gradients": gradients,
         "forwards": [layer.forwards for layer in stats["layers"]],
         "backwards": [layer.backwards for layer in stats["layers"]],
-        "told": diagnose(stats),
+        "flipped": [layer.flipped for layer in stats["layers"]],
     }
 
 
@@ -224,39 +301,62 @@ def cross_entropy_of(logits: torch.Tensor, ids: torch.Tensor, batches: list[torc
 
 def peaks(rank: int, world_size: int, shape: LayerShape, profiles: list[str], policy: DispatchPolicy) -> list[Any]:
     """(flat, plain) bytes above the inputs of a forward and backward on this rank, for each profile."""
-    return [_peaks(rank, world_size, shape, profile, policy) for profile in profiles]
+    return [
+        tuple(_peak(shape, profile, program) for program in (_flat_once(policy), _plain_once)) for profile in profiles
+    ]
 
 
-def _peaks(rank: int, world_size: int, shape: LayerShape, profile: str, policy: DispatchPolicy) -> tuple[int, int]:
-    group = collectives.world()
+def _flat_once(policy: DispatchPolicy) -> Callable[..., torch.Tensor]:
+    return lambda *args: pipelined_llep(*args, session=Session(policy, collectives.world(), pool=WorkspacePool()))
+
+
+def _plain_once(*args: Any) -> torch.Tensor:
+    return reference.plain_expert_parallel(*args, collectives.world())
+
+
+def _peak(shape: LayerShape, profile: str, program: Callable[..., torch.Tensor]) -> int:
+    """A few tokens go first: buffers that libraries make once."""
     draw = lambda *size: (torch.randn(size) * 0.1).requires_grad_()  # noqa: E731
     experts = ExpertWeights(
         draw(shape.num_native, 2 * shape.width, shape.hidden), draw(shape.num_native, shape.hidden, shape.width)
     )
-    ids = torch.from_numpy(
-        forced_routes(
-            profile, num_tokens=shape.num_tokens, num_experts=shape.num_experts, num_choices=shape.num_choices
-        )
-    )
-    tokens, weights = draw(shape.num_tokens, shape.hidden), draw(*ids.shape)
-    upstream = torch.randn(tokens.shape)
+    measured = 0
+    for num_tokens in (64, shape.num_tokens):
+        size = {"num_tokens": num_tokens, "num_experts": shape.num_experts, "num_choices": shape.num_choices}
+        ids = torch.from_numpy(forced_routes(profile, **size))
+        tokens, weights = draw(num_tokens, shape.hidden), draw(*ids.shape)
+        upstream = torch.randn(tokens.shape)
+        found = allocator_peak(lambda: program(tokens, ids, weights, experts).backward(upstream))  # noqa: B023
+        measured = found.peak_bytes - found.base_bytes
+        for tensor in experts.tensors:
+            tensor.grad = None
+    return measured
 
-    def step(program: Any) -> int:
-        def run() -> None:
-            program(tokens, ids, weights, experts).backward(upstream)
 
-        def clear() -> None:
-            for tensor in (tokens, weights, *experts.tensors):
-                tensor.grad = None
+def drifting(rank: int, world_size: int, steps: int) -> list[int]:
+    """Bytes of step 1, the three quarters and the last step of a router that drifts from balanced to one expert; and
+    the experts that travelled in the last one."""
+    session = Session(DispatchPolicy(chunk_tokens=16), collectives.world(), pool=WorkspacePool(max_tokens=64))
+    draw = lambda *size: (torch.randn(size) * 0.1).requires_grad_()  # noqa: E731
+    experts = ExpertWeights(draw(4, 32, 32), draw(4, 32, 16))
+    tokens, weights = draw(64, 32), torch.full((64, 4), 0.25).requires_grad_()
 
-        run()
-        clear()
-        found = allocator_peak(run)
-        clear()
-        return found.peak_bytes - found.base_bytes
+    def step(share: float) -> None:
+        scores = torch.rand(64, 4 * world_size)
+        scores[:, 1] += 2 * share
+        if share > 0.8:  # at the end the same expert several times in a token
+            scores[:, 2:] -= 2 * share
+        ids = scores.topk(4).indices
+        ids = torch.where(torch.rand(ids.shape) < share - 0.5, 1, ids)
+        pipelined_llep(tokens, ids, weights, experts, session=session).square().mean().backward()
+        for tensor in (tokens, weights, *experts.tensors):
+            tensor.grad = None
 
-    def flat_once(*args: Any) -> torch.Tensor:
-        session = Session(policy, group, pool=WorkspacePool())
-        return pipelined_llep(*args, session=session)
-
-    return step(flat_once), step(lambda *args: reference.plain_expert_parallel(*args, group))
+    measured = []
+    for index in range(steps):
+        if index in (1, steps // 4, steps // 2, 3 * steps // 4, steps - 1):
+            found = allocator_peak(lambda: step(index / steps))  # noqa: B023
+            measured.append(found.peak_bytes - found.base_bytes)
+        else:
+            step(index / steps)
+    return [*measured, session.telemetry.read().transfers]

@@ -154,29 +154,36 @@ def over_ranks(tokens: int, chunk: int) -> tuple[LayerShape, DispatchPolicy]:
     return LayerShape(tokens, 4, 32, 4, 512, 256, 4, 3 * 512 * 256, 4), DispatchPolicy(chunk_tokens=chunk)
 
 
-def check_over_ranks(tokens: int, chunk: int) -> tuple[int, int, int]:
-    """Every rank's peak is the formula's for both profiles; gives the worst one, and plain's balanced and hot ones."""
+def check_over_ranks(profiles: list[str], tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """Every rank's peak is the formula's for every profile; gives the largest (flat, plain) of each."""
     shape, policy = over_ranks(tokens, chunk)
-    results = run_ranks(on_ranks.peaks, 4, shape, ["balanced", "95/1"], policy, timeout_s=800.0)
+    results = run_ranks(on_ranks.peaks, 4, shape, profiles, policy, timeout_s=200.0)
     held = cost(shape, policy)
     formula = held.peak_bytes - held.tile - tokens * shape.hidden * 4  # the upstream gradient is made outside
     why = "the tile (a chunk that is not full needs a smaller one), int32 indices of a chunk, tables"
     for rank in results:
         for flat, _ in rank:
             assert_peak(flat, formula, held.tile + 2**17, why)
-        assert abs(rank[0][0] - rank[1][0]) <= held.tile
-    balanced, hot = (max(rank[i][1] for rank in results) for i in (0, 1))
-    return max(flat for rank in results for flat, _ in rank), balanced, hot
+        assert max(flat for flat, _ in rank) - min(flat for flat, _ in rank) <= held.tile
+    return [(max(rank[i][0] for rank in results), max(rank[i][1] for rank in results)) for i in range(len(profiles))]
 
 
 def test_over_ranks_the_peak_is_the_budgets_whatever_the_routing() -> None:
-    worst, _, hot = check_over_ranks(tokens=512, chunk=32)
+    _, (worst, hot) = check_over_ranks(["balanced", "95/1"], tokens=512, chunk=32)
     assert worst < hot / 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_over_ranks_the_peak_is_a_quarter_of_plain_and_a_tenth_of_its_hot_rank() -> None:
-    worst, balanced, hot = check_over_ranks(tokens=16_384, chunk=1024)
-    assert worst <= 0.25 * balanced, (worst / MiB, balanced / MiB)
-    assert worst <= 0.10 * hot, (worst / MiB, hot / MiB)
+@pytest.mark.parametrize(("profile", "share"), [("balanced", 0.25), ("95/1", 0.10)])
+def test_over_ranks_the_peak_is_a_quarter_of_plain_and_a_tenth_of_its_hot_rank(profile: str, share: float) -> None:
+    """16,384 tokens a rank, H 512, I 256, E 32, k 4, 16 chunks; the formula holds from both sides as well."""
+    ((flat, plain),) = check_over_ranks([profile], tokens=16_384, chunk=1024)
+    print(f"{profile}: {flat / MiB:.1f} of {plain / MiB:.1f} MiB, {flat / plain:.3f}")
+    assert flat <= share * plain, (flat / MiB, plain / MiB)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(3, 8), pytest.param(2, 200, marks=pytest.mark.slow)])
+def test_over_ranks_a_router_that_drifts_to_one_expert_holds_the_same_bytes(ranks: int, steps: int) -> None:
+    for *measured, transfers in run_ranks(on_ranks.drifting, ranks, steps):
+        assert transfers > 0  # at the end experts travel
+        assert max(measured[1:]) - min(measured[1:]) <= 16 * 1024, measured

@@ -46,6 +46,15 @@ def test_rows_on_the_wire_are_2h_forward_and_3h_backward() -> None:
         )
 
 
+def test_a_layers_step_is_one_gather_of_counts_rows_and_weights_and_no_barrier() -> None:
+    for routing in ("balanced", "95/1"):
+        case = Case(routing=routing, tokens=(40, 0, 33), experts=12)
+        for found in run_ranks(on_ranks.counted_collectives, 3, case):
+            chunks = found.pop("chunks")
+            assert found.pop("batch_isend_irecv", 0) >= 0  # travelling experts
+            assert found == {"all_gather": 1, "all_to_all": chunks * (2 + 1 + 3 + 2)}, routing
+
+
 class HostReads(TorchDispatchMode):
     """Counts operators that make the host wait for a device."""
 
