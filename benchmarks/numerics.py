@@ -75,7 +75,7 @@ def _curves(row: dict[str, Any]) -> Iterator[str]:
     cells = ("largest loss difference", "mean loss difference", "largest loss difference of a token", "per-token MSE",
              "gradient norm difference")  # fmt: skip
     steps = [*row["float32"]["flattened against plain"]["gradient relative error"]]
-    yield f"| dtype | pair | steps | {' | '.join(cells)} | {' | '.join(f'gradients at step {step}' for step in steps)} |"
+    yield f"| dtype | pair | steps | {' | '.join(cells)} | {' | '.join(f'gradients, step {s}' for s in steps)} |"
     yield "|" + " --- |" * (3 + len(cells) + len(steps))
     for dtype in ("float32", "bfloat16"):
         for pair in ("flattened against plain", "plain against float64", "flattened against float64"):
