@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from steppe.core.errors import ConfigError, SteppeError
+from steppe.core.errors import CollectiveTimeout, ConfigError, SteppeError
+from steppe.training.meeting import meet
 
+_ECHO = re.compile(r"gloo|NCCL|by peer|connection", re.IGNORECASE)
+_ECHO_S = 3.0
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers look for a rank's last words
 
 
@@ -77,7 +82,7 @@ def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli"
 def on_this_rank(work: Callable[[torch.device], int], place: Place, timeout_s: float) -> int:
     """Run `work(device)` inside the ranks' process group; returns its exit code.
 
-    A failure reaches the launcher through torch's error file and ends this rank at once, without waiting for the
+    A failure is printed, reaches the launcher through torch's error file, and ends this rank without waiting for the
     others, who may hang in a collective: the launcher ends those.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -88,11 +93,18 @@ def on_this_rank(work: Callable[[torch.device], int], place: Place, timeout_s: f
 
     try:
         return record(inside)() or 0
-    except Exception:
+    except Exception as failure:
         if not place.launcher_listens:
             raise
-        sys.stderr.flush()
+        if _is_echo(failure):
+            time.sleep(_ECHO_S)  # whose doing it was ends first, so that the launcher reports that one and ends this
+        print(f"steppe: rank {place.rank} failed: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
         os._exit(2)
+
+
+def _is_echo(failure: Exception) -> bool:
+    """Whether a failure looks like another rank's, seen from a collective with it."""
+    return isinstance(failure, CollectiveTimeout | dist.DistError) or bool(_ECHO.search(str(failure)))
 
 
 @contextmanager
@@ -106,7 +118,8 @@ def process_group(place: Place, timeout_s: float) -> Iterator[torch.device]:
         torch.accelerator.set_device_index(place.local_rank)
         device, backend = torch.device(accelerator.type, place.local_rank), None
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timeout)
+    store = meet(place.rank, place.world, timeout_s)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
     yield device
     # After a failure nobody may wait: leaving the group is a collective of sorts.
     dist.barrier()

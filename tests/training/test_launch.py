@@ -18,8 +18,9 @@ from steppe.core.errors import CheckpointError, ConfigError
 from steppe.training.agreement import writing
 from steppe.training.launch import train
 from steppe.training.metrics import MetricsLog
-from steppe.training.ranks import Place
+from steppe.training.ranks import JobFailed, Place, start_ranks
 from steppe.training.schedule import row_at
+from tests.training.faulty import MESSAGE
 from tests.training.toys import toy_tables
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,40 @@ def test_a_failing_rank_ends_all_within_a_minute_with_its_own_message(tmp_path: 
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     wanted = {"step", "loss", "loss_hex", "grad_norm", "lr", "tokens", "step_ms", "peak_bytes"}
     assert wanted <= records[0].keys()
+
+
+def _all_four(folder: Path) -> Path:
+    launch = {"ranks": 2, "expert": 2, "vocab": 2}
+    flatten = {"dispatch": {"chunk_tokens": 8}, "boundary": {"min_bytes": 0}, "vocab": "on", "optimizer": "on"}
+    return _write(folder, launch=launch, flatten=flatten, output={"checkpoint_every": 1})
+
+
+def test_what_one_rank_raises_in_a_step_ends_those_that_wait_for_it_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAULT_MARKER", str(tmp_path / "marker"))
+    monkeypatch.setenv("FAULT_AT_MICRO", "1")
+    started = time.monotonic()
+    with pytest.raises(JobFailed, match=f"rank 1 .*{MESSAGE}"):
+        start_ranks(["train", str(_all_four(tmp_path))], 2, module="tests.training.faulty")
+    assert time.monotonic() - started < 60
+    assert capfd.readouterr().err.count(" failed: ") == 1, "only the rank whose doing it was speaks"
+    assert not list((tmp_path / "out" / "checkpoints").glob("*00000002*")), "nothing is saved of a broken step"
+
+
+def test_torchruns_elastic_restart_goes_on_behind_the_last_checkpoint(tmp_path: Path) -> None:
+    path = _all_four(tmp_path)
+    fault = {"FAULT_MARKER": str(tmp_path / "marker"), "FAULT_AT_MICRO": "3"}
+    flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tests.training.faulty", "train"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(path)], cwd=ROOT, capture_output=True, text=True,
+        timeout=200, env={**os.environ, **fault, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert MESSAGE in done.stderr
+    assert "resumed from step-00000003" in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == list(range(6)), "each step stands there once"
 
 
 @pytest.mark.slow
