@@ -25,11 +25,13 @@ PAGE = ROOT / "docs" / "numerics.md"
 TOKENS, STEPS = 256, 3
 _HEAD = """# Numerics: how far from the plain program, how far from the truth
 
-Written by `benchmarks/numerics.py` from `benchmarks/rows/numerics.jsonl` and `benchmarks/rows/curves.jsonl`.
+Written by `benchmarks/numerics.py` from the newest rows of `benchmarks/curves.py` and its own.
 
 A flattener changes the order of sums, nothing else. Such a difference says little alone: the plain program, too, is
-only near the real-number result, and its own distance from float64 is the measure. Loss differences are those of
-tokens over all steps; a gradient error is the largest over parameters of ||difference|| / ||truth||, of the first step.
+only near the real-number result, and its own distance from float64 is the measure.
+"""
+_SUBSETS = """Losses are those of tokens over all steps; a gradient error is the largest over parameters of
+||difference|| / ||truth||, of the first step.
 """
 _CURVES = """
 ## 300 steps
@@ -38,7 +40,8 @@ _CURVES = """
 
 One seed, one order of rows, one schedule; each arm trains by itself, so that every difference also grows with the
 weights that it has changed. Training amplifies: two programs that differ in one rounding drift apart, and the question
-is whether the flattened one drifts any further from the float64 run than the plain one does.
+is whether the flattened one drifts any further from the float64 run than the plain one does. Gradients are compared as
+||difference|| / ||gradient|| over all parameters together, norms as ratios less one, each at its largest.
 """
 
 
@@ -65,7 +68,7 @@ def page() -> str:
     """docs/numerics.md as text."""
     lines = [_HEAD]
     for row in latest("numerics"):
-        lines += [f"## {row['label']}\n", markdown(row["subsets"]), f"\n{_source(row)}\n"]
+        lines += [f"## {row['label']}\n", _SUBSETS, markdown(row["subsets"]), f"\n{_source(row)}\n"]
     for row in latest("curves"):
         lines += [_CURVES, *_curves(row), f"\n{row['label']}. {_source(row)}"]
     return "\n".join(lines) + "\n"
