@@ -11,9 +11,9 @@ from steppe.core.errors import ConfigError, ConflictError
 from steppe.core.policy import OFF
 from steppe.core.shapes import MeshShape
 from steppe.flatteners import NAMES
-from tests.composition.covering import SUBSETS, Row, covering, every_row, groups_of, mixed_rows
+from tests.composition.covering import SUBSETS, Row, covering, every_row, mixed_rows
 from tests.composition.programs import judge, policies
-from tests.support.float64 import FAMILIES, toy_model
+from tests.support.float64 import toy_model
 from tests.support.ranks import run_ranks
 
 STACK = [Row(NAMES[:n], "qwen3_moe", 2, 2, 2, 2, "float32") for n in range(1, len(NAMES) + 1)]
@@ -28,7 +28,7 @@ def test_every_pair_of_choices_occurs_in_the_selection_and_every_subset() -> Non
     pairs = {pair for row in every_row() for pair in row.pairs()}
     assert {pair for row in SELECTED for pair in row.pairs()} == pairs
     assert {row.names for row in SELECTED} == set(SUBSETS)
-    assert len(SELECTED) <= 2 * len(FAMILIES) * len(groups_of(4)) ** (1 / 3), "a selection, not the grid"
+    assert 10 * len(SELECTED) < len(mixed_rows()), "a selection, not the grid"
 
 
 @pytest.mark.parametrize("row", SELECTED, ids=_titles(SELECTED))
