@@ -111,8 +111,8 @@ def longest(program: str, ceiling: int, start: int) -> tuple[int, dict[int, int]
     peaks = {start: measured(program, start), 2 * start: measured(program, 2 * start)}
     while True:
         (low, at_low), (high, at_high) = sorted(peaks.items())[-2:]
-        slope = (at_high - at_low) / (high - low)
-        guess = max(GRID, int(high + (ceiling - at_high) / slope) // GRID * GRID)
+        slope = max(1.0, (at_high - at_low) / (high - low))  # nothing grows before the tokens are the peak
+        guess = max(GRID, min(2 * high, int(high + (ceiling - at_high) / slope)) // GRID * GRID)
         while guess in peaks and peaks[guess] > ceiling:
             guess -= GRID
         if guess in peaks or guess + GRID in peaks:
