@@ -6,6 +6,7 @@ see one directory, as they have to for checkpoints.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from steppe.integrations import checkpoint_files as files
 from steppe.runtime import collectives
 from steppe.runtime.sharded import answers_for
 from steppe.training.agreement import on_rank_zero, together
+from steppe.training.tokens import end_token_id, tokenizer_files
 
 _SHARD_BYTES = 2 * 10**9
 
@@ -65,11 +67,14 @@ def export(
 def _start(model: nn.Module, work: Path, laid_out: list[files.File], total: int, tokenizer_file: str) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    config: Any = model.config
+    config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.save_pretrained(work)
     if tokenizer_file:
-        shutil.copyfile(tokenizer_file, work / "tokenizer.json")
+        for path in tokenizer_files(tokenizer_file):
+            shutil.copyfile(path, work / path.name)
+        if getattr(config, "eos_token_id", None) is None:  # so that generation ends where documents do
+            config.eos_token_id = end_token_id(tokenizer_file)
+    config.save_pretrained(work)
     for file in laid_out:
         files.create(file, work)
     weight_map = {region.key: file.name for file in laid_out for region in file.regions}

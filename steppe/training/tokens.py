@@ -21,7 +21,9 @@ from steppe.training.agreement import on_rank_zero, writing
 from steppe.training.config import DataConfig
 
 Ids = npt.NDArray[np.integer[Any]]
-_VERSION = 1  # of the files below; part of their names
+_VERSION = 2  # of the files below; part of their names
+# What may stand beside a tokenizer.json and decides how transformers reads it.
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,41 @@ def _write(documents: Iterator[Ids], work: Path) -> None:
 
 def _encoded(data: DataConfig, work: Path) -> Iterator[Ids]:
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else train_tokenizer(data)
-    tokenizer.save(str(work / "tokenizer.json"))
+    _save(tokenizer, data, work)
     end = tokenizer.token_to_id(data.end_of_document) if data.end_of_document else None
     for document in text.documents(data):
         ids = tokenizer.encode(document, add_special_tokens=False).ids
         yield np.asarray([*ids, end] if end is not None else ids, dtype=np.int64)
+
+
+def _save(tokenizer: Any, data: DataConfig, work: Path) -> None:
+    """tokenizer.json and what makes transformers read it as it is: by the model's type alone it may choose a class with
+    a normaliser and a split of its own, and give other ids."""
+    tokenizer.save(str(work / "tokenizer.json"))
+    given = Path(data.tokenizer)
+    found = tokenizer_files(given / "tokenizer.json") if data.tokenizer and given.is_dir() else []
+    for path in found[1:]:
+        shutil.copyfile(path, work / path.name)
+    if not (work / "tokenizer_config.json").exists():
+        end = data.end_of_document
+        known = {"eos_token": end} if end and tokenizer.token_to_id(end) is not None else {}
+        body = {"tokenizer_class": "PreTrainedTokenizerFast", **known}
+        (work / "tokenizer_config.json").write_text(json.dumps(body, indent=1))
+
+
+def tokenizer_files(tokenizer_file: str | Path) -> list[Path]:
+    """A tokenizer.json and what stands beside it for transformers."""
+    file = Path(tokenizer_file)
+    return [file, *(path for name in _BESIDE if (path := file.with_name(name)).exists())]
+
+
+def end_token_id(tokenizer_file: str | Path) -> int | None:
+    """The id that ends a document by the tokenizer's own configuration; None where it names none."""
+    file = Path(tokenizer_file).with_name("tokenizer_config.json")
+    named = json.loads(file.read_text()).get("eos_token") if file.exists() else None
+    end = named.get("content") if isinstance(named, dict) else named
+    found = load_tokenizer(tokenizer_file).token_to_id(end) if end else None
+    return found if found is None else int(found)
 
 
 def _pretokenised(data: DataConfig) -> Iterator[Ids]:

@@ -21,6 +21,7 @@ from steppe.training.launch import run
 from steppe.training.loop import Trainer
 from steppe.training.manifest import NAME, data_files
 from steppe.training.progress import Progress
+from steppe.training.tokens import load_tokenizer
 from tests.support.exactness import assert_bitwise
 from tests.support.ranks import run_ranks
 from tests.training.toys import toy_run
@@ -276,7 +277,7 @@ def exported(rank: int, world: int, config: RunConfig, target: Path) -> dict[str
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_an_export_loads_with_from_pretrained_and_trains_on(family: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = toy_run(tmp_path, family)
     weights = run_ranks(exported, 2, config, tmp_path / "hf")[0]
@@ -284,7 +285,12 @@ def test_an_export_loads_with_from_pretrained_and_trains_on(family: str, tmp_pat
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
         assert_bitwise(parameter.detach(), weights[name], name)
-    assert PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))("flat").input_ids
+    text = "Steppes 12345 are  as\tflat as cafe\u0301s.\r\n\n  1,024!"  # digits, accents, white space: split by classes
+    ids = load_tokenizer(tmp_path / "hf").encode(text, add_special_tokens=False).ids
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer(text, add_special_tokens=False).input_ids == ids, "the ids that the run was trained on"
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert loaded.config.eos_token_id is not None
     onward = toy_run(tmp_path, model={"config": str(tmp_path / "hf"), "weights": str(tmp_path / "hf"), "shape": {}})
     again = run_ranks(first_weights, 2, onward)[0]
     for name, value in again.items():

@@ -13,7 +13,14 @@ from steppe.core.errors import CheckpointError, ConfigError, DataError, SteppeEr
 from steppe.training import text
 from steppe.training.config import DataConfig, RunConfig
 from steppe.training.data import IGNORED, RowSource, WorkingSet
-from steppe.training.tokens import TokenStore, load_tokenizer, prepare, train_tokenizer
+from steppe.training.tokens import (
+    TokenStore,
+    end_token_id,
+    load_tokenizer,
+    prepare,
+    tokenizer_files,
+    train_tokenizer,
+)
 from tests.training.toys import TEXT, toy_run
 
 
@@ -268,3 +275,18 @@ def test_another_number_of_ranks_goes_on_behind_the_rows_already_read(tmp_path: 
     onward = [batch.input_ids for step in range(3, 9) for batch in after.batches(step)]
     firsts = [int(ids[0, 0]) for ids in [*read, *onward]]
     assert len(set(firsts)) == len(firsts), "no row twice, none left out"
+
+
+def test_what_stands_beside_a_users_tokenizer_goes_with_it(tmp_path: Path) -> None:
+    given = tmp_path / "tokenizer"
+    given.mkdir()
+    (tmp_path / "a.txt").write_text("flat " * 50)
+    train_tokenizer(DataConfig(seq_len=8, path=str(tmp_path / "a.txt"), tokenizer_vocab=300)).save(
+        str(given / "tokenizer.json")
+    )
+    (given / "tokenizer_config.json").write_text('{"tokenizer_class": "X", "eos_token": {"content": "<|endoftext|>"}}')
+    (given / "chat_template.jinja").write_text("{{ messages }}")
+    store = _prepare(tmp_path, path=str(tmp_path / "a.txt"), tokenizer=str(given))
+    names = [path.name for path in tokenizer_files(store.tokenizer_file)]
+    assert names == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    assert end_token_id(store.tokenizer_file) == load_tokenizer(given).token_to_id("<|endoftext|>")
