@@ -240,13 +240,14 @@ def _check_inputs(
             "dtypes", got=f"tokens {tokens.dtype}, experts {experts.gate_up.dtype}", allowed="one floating dtype",
             remedy="cast both (FSDP2: MixedPrecisionPolicy), rows stay in it",
         )  # fmt: skip
-    if expert_ids.dim() != 2 or len(expert_ids) != len(tokens) or route_weights.shape != expert_ids.shape:
+    pairs = expert_ids.dim() == 2 and len(expert_ids) == len(tokens) and expert_ids.shape[1] > 0
+    if not pairs or route_weights.shape != expert_ids.shape:
         raise ShapeError(
             "routes", got=f"ids {tuple(expert_ids.shape)}, weights {tuple(route_weights.shape)}",
-            allowed=f"[{len(tokens)}, k] both", remedy="pass top-k ids and weights of these tokens",
+            allowed=f"[{len(tokens)}, k] both, k from 1", remedy="pass top-k ids and weights of these tokens",
         )  # fmt: skip
-    if expert_ids.is_floating_point() or not route_weights.is_floating_point():
+    if expert_ids.dtype not in (torch.int64, torch.int32) or not route_weights.is_floating_point():
         raise ShapeError(
             "routes", got=f"ids {expert_ids.dtype}, weights {route_weights.dtype}",
-            allowed="integer ids, floating weights", remedy="check their order",
+            allowed="int64 or int32 ids, floating weights", remedy="check their order, or cast the ids: .long()",
         )  # fmt: skip

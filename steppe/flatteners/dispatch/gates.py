@@ -68,8 +68,11 @@ class AnyGate:
         with torch.enable_grad():
             leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
             act = self.function(*leaves)
-            d_gate, d_up = torch.autograd.grad(act, leaves, grad * weight)
+            given = (None, None)  # of a function that looks at neither
+            if act.requires_grad:
+                given = torch.autograd.grad(act, leaves, grad * weight, allow_unused=True)
         act = act.detach()
+        d_gate, d_up = (torch.zeros_like(gate) if d is None else d for d in given)
         return GateGrads(act * weight, d_gate, d_up, torch.linalg.vecdot(grad, act))
 
 

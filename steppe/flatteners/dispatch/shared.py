@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from steppe.core.errors import ConflictError
+
 
 def run_first(block: Any, name: str) -> Callable[[], None]:
     """Make `block` compute its shared expert `name` first; returns the undo."""
@@ -44,10 +46,26 @@ def _gated_block(block: Any, name: str, hidden: torch.Tensor) -> torch.Tensor:
     return (block.experts(rows, ids, weights) + shared).reshape(hidden.shape)
 
 
+class Joined:
+    """A forward that belongs to one very module: in a copy of the module it would run the original."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __reduce__(self) -> Any:  # copies and pickles both ask for it
+        raise ConflictError(
+            "a copy of the model", got="PipelinedLLEP is attached to it", allowed="a plain model",
+            remedy="copy before attaching, or detach() first; its state_dict() can be saved at any time",
+        )  # fmt: skip
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Set the instance's forward; the undo restores what the instance had."""
     before = module.__dict__.get("forward")
-    module.forward = forward
+    module.forward = Joined(forward)
 
     def undo() -> None:
         if before is None:

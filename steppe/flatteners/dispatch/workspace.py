@@ -108,6 +108,7 @@ class WorkspacePool:
         if self.delay is not None:
             time.sleep(self.delay())
 
+    @torch.inference_mode(False)
     def slots(self, form: ExpertForm, num_slots: int, like: torch.Tensor) -> SpillSlots:
         """Slots for `num_slots` foreign experts in two sets."""
         key = (form.shapes(num_slots // 2), like.dtype, like.device)
@@ -134,6 +135,7 @@ class WorkspacePool:
             self._lane.close()
         self._workspace = self._slots = self._lane = None
 
+    @torch.inference_mode(False)  # buffers outlive the call: made by an evaluation, they serve training as well
     def _fitting(self, layer: LayerShape, rows: int, like: torch.Tensor) -> Workspace:
         widths = dict(row_buffers(layer))
         held = self._workspace

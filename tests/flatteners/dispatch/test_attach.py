@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from steppe.core.errors import ConfigError, ShapeError
+from steppe.core.errors import ConfigError, ConflictError, ShapeError
 from steppe.flatteners.dispatch import registry, router
 from steppe.flatteners.dispatch.attach import attach, conflicts, diagnose
 from steppe.flatteners.dispatch.budget import DispatchPolicy
@@ -209,6 +209,16 @@ def test_a_forced_profile_overrides_the_routers_choice() -> None:
         assert (counts == np.bincount(expected.reshape(-1), minlength=8)).all()
     attached.forced = None
     step(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_copy_of_a_joined_model_is_refused_since_it_would_run_the_original(family: str) -> None:
+    model = toy_model(family)
+    joined = attach(model, POLICY)
+    with pytest.raises(ConflictError, match="copy before attaching"):
+        copy.deepcopy(model)
+    joined.detach()
+    copy.deepcopy(model)
 
 
 def test_models_without_recognised_experts_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -209,6 +210,8 @@ def test_bad_shapes_and_dtypes_are_refused_in_words() -> None:
         (i.tokens.float(), i.expert_ids, i.route_weights),
         (i.tokens, i.expert_ids[:-1], i.route_weights),
         (i.tokens, i.route_weights, i.expert_ids),
+        (i.tokens, i.expert_ids[:, :0], i.route_weights[:, :0]),
+        (i.tokens, i.expert_ids.to(torch.int16), i.route_weights),
     ):
         with pytest.raises(ShapeError):
             run(*args, experts)
@@ -216,6 +219,31 @@ def test_bad_shapes_and_dtypes_are_refused_in_words() -> None:
         replace(experts, down=experts.down.transpose(1, 2))
     with pytest.raises(ConfigError, match="swish"):
         gate_of("swish")
+
+
+@pytest.mark.parametrize("first", [5, 50])
+def test_buffers_that_an_evaluation_made_serve_training(first: int) -> None:
+    """Tensors made under inference mode can't be written outside of it, and the buffers outlive the call."""
+    experts = steppe.ExpertWeights(*(torch.nn.Parameter(torch.ones(4, rows, 8)) for rows in (16, 8)))
+    module = steppe.PipelinedLLEP(experts)
+    inputs = {n: (torch.ones(n, 8), torch.arange(2 * n).view(n, 2) % 4, torch.full((n, 2), 0.5)) for n in (5, first)}
+    module(*inputs[5]).sum().backward()
+    fresh = steppe.PipelinedLLEP(experts)
+    for each in (module, fresh):
+        with torch.inference_mode():
+            evaluated = each(*inputs[first])
+        trained = each(*inputs[first])
+        assert_bitwise(trained.detach(), evaluated.clone())
+        trained.sum().backward()
+
+
+@pytest.mark.parametrize("activation", [lambda gate, up: up * 1.0, lambda gate, up: torch.ones_like(gate)])
+def test_an_activation_may_ignore_what_it_is_given(activation: Any) -> None:
+    gate, up, grad, weight = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    found = gate_of(activation).backward(gate, up, grad, weight)
+    uses_up = activation(gate, up).equal(up)
+    assert_bitwise(found.gate, torch.zeros_like(gate))
+    assert_bitwise(found.up, grad * weight if uses_up else torch.zeros_like(up))
 
 
 def test_more_tokens_than_declared_are_refused() -> None:
