@@ -73,7 +73,7 @@ def profile(config: RunConfig, args: argparse.Namespace, device: Any) -> None:
     say = _voice()
     say(f"profiling {PROFILED_STEPS} steps on {collectives.size(collectives.world())} ranks")
     side = run_side(config, steps=PROFILED_STEPS, device=device, on_step=_told(say, PROFILED_STEPS))
-    reports = collectives.all_gather_object(_portable(side), collectives.world())
+    reports = collectives.all_gather_object(_portable(side, config), collectives.world())
     if collectives.rank(collectives.world()):
         return
     worst = max(reports, key=lambda report: report["ledger"].device_peak_bytes)
@@ -138,7 +138,7 @@ def run(name: str, args: argparse.Namespace, environment: Mapping[str, str]) -> 
     return on_ranks(args, {"profile": profile, "verify": verify, "compare": compare}[name], environment)
 
 
-def _portable(side: Any) -> dict[str, Any]:
+def _portable(side: Any, config: RunConfig) -> dict[str, Any]:
     """What rank 0 needs to show any rank's steady step."""
     from steppe.runtime import collectives
 
@@ -149,7 +149,7 @@ def _portable(side: Any) -> dict[str, Any]:
         "timeline": report.timeline,
         "first": side.reports[min(side.reports)].ledger,
         "table": report.table(),
-        "advice": report.advice(),
+        "advice": report.advice(on=[name for name, policy in config.flatten.items() if policy != OFF]),
     }
 
 

@@ -6,7 +6,7 @@ held nothing. A measured step answers from its timeline, a predicted one from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from steppe.core.ledger import PEAKS, Ledger
@@ -53,7 +53,9 @@ def order(without: Without) -> list[tuple[str, int]]:
     return chosen
 
 
-def advise(ledger: Ledger, without: Without, ceiling_bytes: int | None = None) -> tuple[str, ...]:
+def advise(
+    ledger: Ledger, without: Without, ceiling_bytes: int | None = None, on: Collection[str] = ()
+) -> tuple[str, ...]:
     """In sentences: who holds the peak, which schedules to switch on, in which order, and which would save nothing.
 
     When none stands out and the step doesn't fit, what is left is batch x sequence length against the ceiling.
@@ -64,7 +66,7 @@ def advise(ledger: Ledger, without: Without, ceiling_bytes: int | None = None) -
     said = [f"The peak is {format_bytes(height)}, in {ledger.moment or 'no step'}; {top} holds {share}% of it."]
     if ceiling_bytes is not None:
         said.append(_against(height, ceiling_bytes))
-    worth = switch_on(without)
+    worth = switch_on(without, on)
     said += worth
     least = without(PEAKS)
     if not worth:
@@ -77,18 +79,27 @@ def advise(ledger: Ledger, without: Without, ceiling_bytes: int | None = None) -
     return tuple(said)
 
 
-def switch_on(without: Without) -> list[str]:
-    """What to switch on, the most useful first, and what would save nothing; empty when no peak stands out."""
+def switch_on(without: Without, on: Collection[str] = ()) -> list[str]:
+    """What to switch on, the most useful first, and what would save nothing; empty when no peak stands out.
+
+    Those that are `on` already hold their policy's working set: that can be made smaller, not switched on.
+    """
     falls, height = [], without(())
     for owner, low in order(without):
         falls.append((owner, low, height - low))
         height = low
     worth = [(owner, low) for owner, low, fall in falls if fall * _STANDS_OUT >= low + fall]
+    new = [(owner, low) for owner, low in worth if owner not in on]
     said = [
         f"{'Then' if place else 'First'} {owner} ({SCHEDULES[owner]}): the peak can fall to {format_bytes(low)}."
-        for place, (owner, low) in enumerate(worth)
+        for place, (owner, low) in enumerate(new)
     ]
-    idle = [SCHEDULES[owner] for owner in PEAKS if owner not in dict(worth)]
+    said += [
+        f"{SCHEDULES[owner]} is on: what {owner} still holds is its policy's working set, which a smaller policy lowers."
+        for owner, _ in worth
+        if owner in on
+    ]
+    idle = [SCHEDULES[owner] for owner in PEAKS if owner not in dict(worth) and owner not in on]
     if idle and worth:
         said.append(f"{', '.join(idle)} would save next to nothing here.")
     return said

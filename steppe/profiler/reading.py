@@ -5,7 +5,7 @@ Pure functions over ledgers and timelines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Final
 
@@ -34,9 +34,11 @@ def order(timeline: Timeline) -> list[tuple[str, int]]:
     return advice_of.order(partial(without, timeline))
 
 
-def advice(ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None) -> tuple[str, ...]:
+def advice(
+    ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None, on: Collection[str] = ()
+) -> tuple[str, ...]:
     """The planner's decision tree over a measured step, in sentences."""
-    return advice_of.advise(ledger, partial(without, timeline), ceiling_bytes)
+    return advice_of.advise(ledger, partial(without, timeline), ceiling_bytes, on)
 
 
 def table(ledgers: Mapping[str, Ledger]) -> str:

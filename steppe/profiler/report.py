@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,12 @@ class Report:
         """By how many bytes the device peak would fall, at most, were one of the four peaks gone."""
         return reading.savings(self.timeline)
 
-    def advice(self) -> tuple[str, ...]:
-        """In sentences: which peak hits the ceiling first, what to switch on and what would save nothing."""
-        return reading.advice(self.ledger, self.timeline, self.ceiling_bytes)
+    def advice(self, on: Collection[str] = ()) -> tuple[str, ...]:
+        """In sentences: which peak hits the ceiling first, what to switch on and what would save nothing.
+
+        `on` names the flatteners that ran.
+        """
+        return reading.advice(self.ledger, self.timeline, self.ceiling_bytes, on)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary: ledger, timeline, savings, advice, recognised modules."""

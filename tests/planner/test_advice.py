@@ -40,6 +40,13 @@ def test_a_peak_that_stands_next_comes_second() -> None:
     )
 
 
+def test_what_is_on_already_is_not_switched_on_again() -> None:
+    ledger = Ledger.from_entries([Entry("vocab", "v", 60 * GiB, LOSS), Entry("weights", "w", 40 * GiB)])
+    said = advise(ledger, predicted_without(ledger), on=["vocab", "boundary"])
+    assert said[1].startswith("Ring-DTP is on")
+    assert said[2] == "PipelinedLLEP, OffloadStreamAdamW would save next to nothing here."
+
+
 def test_when_none_of_the_four_stands_out_batch_times_length_is_named() -> None:
     said = told([Entry("weights", "w", 96 * GiB), Entry("vocab", "v", 4 * GiB, LOSS)], 80 * GiB)
     assert "None of the four peaks stands out." in said
