@@ -74,7 +74,7 @@ def merge(states: Tensor, objective: Objective) -> Tensor:
     floor = torch.where(top == float("-inf"), torch.zeros_like(top), top)
     empty = old["peak"] == float("-inf")
     scale = torch.exp(old["peak"] - floor)
-    drop = torch.where(empty, torch.zeros_like(scale), old["peak"] - floor)
+    drop = torch.where(empty, torch.zeros_like(scale), old["peak"] - floor).clamp(min=torch.finfo(scale.dtype).min)
     new = dict(old, peak=top, total=(old["total"] * scale).sum(0), target=old["target"].sum(0))
     if "mass" in old:
         new["mass"] = old["mass"].sum(0)
@@ -82,7 +82,7 @@ def merge(states: Tensor, objective: Objective) -> Tensor:
     if "target_weight" in old:
         new["target_weight"] = old["target_weight"].sum(0)
     if "tilt" in old:
-        new["tilt"] = (scale * (old["tilt"] + old["total"] * drop)).sum(0)
+        new["tilt"] = (scale * old["tilt"] + scale * old["total"] * drop).sum(0)  # scale first: drop may be huge
     if "best" in old:
         beaten = empty | (old["peak"] != top)
         new["best"] = old["best"].masked_fill(beaten, float("inf")).amin(0)

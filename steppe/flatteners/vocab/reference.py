@@ -39,7 +39,7 @@ def plain_loss(
     losses = losses + z_loss * lse.square()
     log_softmax = F.log_softmax(logits, -1)
     logprob = log_softmax.gather(1, torch.where(valid, flat, 0)[:, None])[:, 0]
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1000.0)).sum(-1)  # exp is 0 there: p log p is 0 where p is
     divisor = valid.sum() if weights is None else weights[torch.where(valid, flat, 0)][valid].sum()
     if num_items_in_batch is not None:
         divisor = torch.as_tensor(num_items_in_batch)

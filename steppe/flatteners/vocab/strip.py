@@ -14,6 +14,7 @@ import torch
 from steppe.flatteners.vocab.objective import Objective, Slopes
 
 Tensor = torch.Tensor
+_FAR = -1000.0  # exp is 0 from here on in float32 and float64, so a product with it may be told any finite distance
 
 
 class StripSpace:
@@ -82,12 +83,13 @@ class StripSpace:
         else:
             peak = logits.amax(1)
         objective.read(state, "peak").copy_(peak)
-        torch.sub(logits, peak[:, None], out=work)
+        floor = peak.masked_fill(peak == float("-inf"), 0.0)  # all masked: every exp is 0, not exp(-inf + inf)
+        torch.sub(logits, floor[:, None], out=work)
         if objective.has("spread"):
             spread = work.sum(1) if class_weight is None else work @ class_weight
             objective.read(state, "spread").copy_(spread)
         if objective.has("tilt"):
-            scratch[1].copy_(work)
+            torch.clamp(work, min=_FAR, out=scratch[1])  # p log p is 0 where p is 0
         objective.read(state, "total").copy_(work.exp_().sum(1))
         if objective.has("tilt"):
             objective.read(state, "tilt").copy_(scratch[1].mul_(work).sum(1))
@@ -114,7 +116,7 @@ class StripSpace:
         logits.sub_(slopes.peak)
         if objective.has("tilt"):
             torch.exp(logits, out=scratch[1])
-            logits.mul_(slopes.tilt).add_(slopes.slope).mul_(scratch[1])
+            logits.clamp_(min=_FAR).mul_(slopes.tilt).add_(slopes.slope).mul_(scratch[1])
         else:
             logits.exp_().mul_(slopes.slope)
         if objective.label_smoothing and class_weight is None:

@@ -34,6 +34,8 @@ class Spec:
     bias: bool = False
     class_weight: bool = False
     offset: float = 0.0  # common to all logits
+    masked: int = 0  # the first so many entries of the vocabulary have the bias `mask` and no labels
+    mask: float = float("-inf")
     frozen: str = ""  # "hidden", "weight" (with its bias) or "weight alone"
     want: tuple[str, ...] = ("loss",)
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +76,9 @@ def make(spec: Spec) -> Tensors:
     if spec.offset:  # on a grid where logits are exact in float32, so that only the softmax is judged
         hidden, weight, bias = ((t * 8).round() / 8 for t in (hidden, weight, bias))
         bias += spec.offset
+    if spec.masked:
+        bias[: spec.masked] = spec.mask
+        labels[(labels >= 0) & (labels < spec.masked)] = spec.masked
     bias = bias.to(dtype) if spec.bias else None
     weights = torch.rand(vocab, generator=g, dtype=torch.float64).to(dtype) if spec.class_weight else None
     upstream = {name: torch.randn(num, generator=g, dtype=torch.float64) for name in ("loss", *ROW_VALUES)}

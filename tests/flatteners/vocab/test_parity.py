@@ -51,6 +51,32 @@ def test_drawn_options_equal_the_whole_program(
     check_parity(spec)
 
 
+MASKED = [
+    {}, {"z_loss": 0.1}, {"softcap": 30.0}, {"z_loss": 0.1, "softcap": 2.0, "reduction": "none"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [float("-inf"), -1e38])
+@pytest.mark.parametrize("schedule", ["local", "weights", "activations"])
+def test_masked_entries_of_the_vocabulary_have_no_part_in_entropies_and_gradients(schedule: str, mask: float) -> None:
+    """The first tiles are masked whole, one in part."""
+    wants = [("loss",)] if schedule == "local" else [("loss",), ("loss", "entropy"), ("loss", *ROW_VALUES)]
+    for want in wants:
+        for options in MASKED[: 3 if schedule == "local" else 4]:
+            check_parity(Spec(masked=40, mask=mask, bias=True, schedule=schedule, want=want, options=options))
+
+
+def test_entropies_of_a_masked_vocabulary_are_torchs() -> None:
+    tensors = make(Spec(masked=40, bias=True, ignored=0.0))
+    found = ring_dtp(tensors.hidden, tensors.weight, tensors.labels, bias=tensors.bias, want=("entropy",)).entropy
+    near, truth = (
+        torch.distributions.Categorical(logits=torch.nn.functional.linear(t.hidden, t.weight, t.bias)).entropy()
+        for t in (tensors, tensors.to(torch.float64))
+    )
+    assert found is not None
+    assert_reordered(found, near, truth, length=101)
+
+
 @pytest.mark.parametrize("schedule", ["local", "weights", "activations"])
 def test_gradients_equal_finite_differences(schedule: str) -> None:
     tensors = make(Spec(rows=(4,), shards=(6,), width=3, dtype="float64", bias=True, class_weight=True))

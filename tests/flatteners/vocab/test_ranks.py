@@ -116,6 +116,14 @@ def test_drawn_options_over_drawn_ranks_equal_the_whole_program(data: st.DataObj
     check_on_ranks([spec.but(schedule=s, sizes=data.draw(sizes)) for s in schedules(spec, ranks)], ranks)
 
 
+def test_a_rank_whose_whole_shard_is_masked_has_no_part_in_entropies_and_gradients() -> None:
+    specs = [
+        Spec((5, 3, 4), (12, 9, 11), 5, schedule=schedule, bias=True, masked=15, want=want, options={"z_loss": 0.1})
+        for schedule, want in (("one_pass", ("loss",)), *((s, ("loss", "entropy")) for s in ("weights", "activations")))
+    ]
+    check_on_ranks(specs, 3)
+
+
 def test_chunks_of_a_ring_do_not_change_what_comes_out() -> None:
     specs = [
         Spec(*SHARES[3], schedule=schedule, bias=True, sizes=sizes)
