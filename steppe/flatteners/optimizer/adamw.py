@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from steppe.core.errors import CheckpointError, ConfigError, ShapeError, SteppeError
-from steppe.flatteners.optimizer import norms, state
+from steppe.flatteners.optimizer import memory, norms, state
 from steppe.flatteners.optimizer.budget import DEFAULT_BUCKET_BYTES, OptimizerPolicy
 from steppe.flatteners.optimizer.engine import Engine, Wiring, one_device
 from steppe.flatteners.optimizer.pipeline import Task
@@ -32,6 +32,11 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
     the first backward, and `set_is_last_backward(False)` for all but the last of several micro-batches. `replicas`
     says how many ranks hold the same part of a parameter, where DTensor placements don't tell. `wiring` hands in lanes,
     arenas and this process's share of the CPUs.
+
+    Parameters that share memory are refused when their state is opened or follows them; views of one storage that don't
+    meet are fine, interleaved ones too, whatever their strides. Where no version counter sees a write (`.data`), 64
+    elements a tensor are looked at: a 16-bit parameter written there in less than about 1/64 of its elements may be set
+    back by the next step. Write in place under `torch.no_grad()`, or call `refresh_masters()`.
 
     Peak: on the device slots * bucket_bytes with update="device", nothing but gradients in flight with "host"; on the
     host 12 bytes a parameter (16 with overlap_backward) and 2 * slots * bucket_bytes of rings. See `budget.entries`.
@@ -70,6 +75,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         self._wiring, self._replicas = wiring or Wiring(), replicas
         self._engine: Engine | None = None
         self._places: list[list[torch.Tensor]] = []
+        self._memory: memory.Places = []  # where the parameters were found to share none
         self._torn = ""
         self._is_last_backward = True
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -111,15 +117,20 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             return
         for parameter in missing:
             check_parameter(parameter)
+        memory.check_apart([*self._with_state(), *missing])
         engine = self._engine or Engine(self.policy, self._wiring, one_device(list(self._parameters())))
         engine.open(missing)
         self._engine = engine
+        self._memory = memory.places(self._with_state())
         engine.arrivals.is_last_backward = self._is_last_backward
         if self.policy.overlap_backward:
             engine.arrivals.watch(self._parameters(), self._row_of)
 
     def _row_of(self, parameter: torch.Tensor) -> Row | None:
         return self._rows.get(parameter)
+
+    def _with_state(self) -> list[torch.Tensor]:
+        return [p for p in dict.fromkeys(self._parameters()) if p in self._rows]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for group in self.param_groups for p in group["params"])
@@ -207,6 +218,10 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             raise ShapeError("device of the parameters", got=device, allowed=f"{self._engine.device}, as before",
                              remedy="move the model before the optimizer's first step")  # fmt: skip
         self._adopt_swapped()
+        held = self._with_state()
+        if (places := memory.places(held)) != self._memory:
+            memory.check_apart(held)
+            self._memory = places
         for parameter, row in self._rows.items():
             row.replace(parameter)
 
