@@ -95,7 +95,7 @@ def switch_on(without: Without, on: Collection[str] = ()) -> list[str]:
         for place, (owner, low) in enumerate(new)
     ]
     said += [
-        f"{SCHEDULES[owner]} is on: what {owner} still holds is its policy's working set, which a smaller policy lowers."
+        f"{SCHEDULES[owner]} is on: what {owner} still holds is its policy's working set; a smaller policy lowers it."
         for owner, _ in worth
         if owner in on
     ]
