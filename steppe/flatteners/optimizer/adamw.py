@@ -107,6 +107,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     def materialize(self) -> None:
         """Allocate and first touch the state of every trainable parameter that has none. Masters are taken here."""
+        self._check_process()
         self._follow()
         self._open([p for p in self._parameters() if p.requires_grad])
 
@@ -126,7 +127,12 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         if self.policy.overlap_backward:
             engine.arrivals.watch(self._parameters(), self._row_of)
 
+    def _check_process(self) -> None:
+        if self._engine is not None:
+            self._engine.check_process()
+
     def _row_of(self, parameter: torch.Tensor) -> Row | None:
+        self._check_process()
         return self._rows.get(parameter)
 
     def _with_state(self) -> list[torch.Tensor]:
@@ -182,6 +188,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; the others keep their state and step count."""
+        self._check_process()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from steppe.core.errors import ConfigError, LaneError
+from steppe.core.errors import ConfigError, LaneError, SteppeError
 from steppe.flatteners.optimizer.budget import OptimizerPolicy
 from steppe.flatteners.optimizer.crew import Crew, hire, numa_nodes
 from steppe.flatteners.optimizer.device import DevicePipeline
@@ -57,6 +58,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         policy, wiring = self.policy, self.wiring
+        self._process = os.getpid()
         self.streams = _streams(policy)
         self.kernel = wiring.kernel or load_kernel()
         self.crews = hire(policy.threads, self.streams, policy.numa, wiring.share)
@@ -84,6 +86,14 @@ class Engine:
         return DevicePipeline(
             self.lines, self.device, self.policy.bucket_bytes, self.policy.slots, poison=self.wiring.poison
         )
+
+    def check_process(self) -> None:
+        """Refuse to work in a forked child: threads are not forked, so that every wait for one would last forever."""
+        if os.getpid() != self._process:
+            raise SteppeError(
+                f"the optimizer's threads are in process {self._process}, and this is its forked child "
+                f"{os.getpid()}. Remedy: make the optimizer in the child (its state_dict loads there)"
+            )
 
     def close(self) -> None:
         """Remove hooks, end threads and lanes."""
