@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -37,7 +39,7 @@ class RingDTPLoss:
     `num_items_in_batch`), so gradients have to be summed over ranks, not averaged
     (`set_gradient_divide_factor(1.0)`). The head's own gradient is complete, a DTensor like the head. With labels the
     model returns no logits; without, it returns them as before. A tied embedding is the same parameter, used through
-    `vocab_parallel_embedding`.
+    `vocab_parallel_embedding`. A deep copy of the model has a loss of its own, its `loss_function`.
 
     Peak: `budget.transient`; no [V,H] is gathered, no dense [V,H] gradient is made.
     Exactness: reordered.
@@ -100,6 +102,15 @@ class RingDTPLoss:
             vocab_size=self._vocab, policy=self._policy,
         ).reshape(-1)  # fmt: skip
 
+    @contextlib.contextmanager
+    def takes_hidden(self) -> Iterator[None]:
+        """While it lasts the head hands hidden states on and makes no logits."""
+        self._projects = False
+        try:
+            yield
+        finally:
+            self._projects = True
+
     def stats(self) -> RingStats:
         """Counters since the last `stats().reset()`."""
         return self._stats
@@ -141,51 +152,72 @@ class RingDTPLoss:
             self._embedding.weight = parameter
 
     def _install(self) -> None:
-        model, head = self._model, self._head
-        self._override(head, "forward", lambda hidden: self._logits(hidden) if self._projects else hidden)
-        self._override(model, "forward", self._with_loss(model.forward))
-        self._override(model, "loss_function", self)
+        """Bound methods and objects, never closures: a deep copy of the model has to run on itself."""
+        self._override(self._head, "forward", self._head_forward)
+        self._override(self._model, "forward", _WithLoss(self, self._model.forward))
+        self._override(self._model, "loss_function", self)
         if self._embedding is not None:
-            padding = self._embedding.padding_idx
-            lookup = functools.partial(vocab_parallel_embedding, group=self._group, padding_idx=padding)
-            self._override(self._embedding, "forward", lambda ids: lookup(ids, self._local(self._head.weight)))
+            self._override(self._embedding, "forward", self._look_up)
 
     def _override(self, owner: nn.Module, name: str, value: Any) -> None:
         """Set an attribute on the instance and remember how to take it back."""
         mine = vars(owner).get(name, vars(owner).get(f"_{name}"))
         setattr(owner, name, value)
+        self._restore.append(functools.partial(_take_back, owner, name, mine))
 
-        def undo() -> None:
-            if mine is not None:
-                setattr(owner, name, mine)
-            else:
-                vars(owner).pop(name, vars(owner).pop(f"_{name}", None))
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingDTPLoss:
+        """The loss of the copied model, with the same process groups."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            vars(twin)[name] = value if name in ("_group", "_replicas") else copy.deepcopy(value, memo)
+        return twin
 
-        self._restore.append(undo)
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ConflictError(
+            "Ring-DTP", got="a model to pickle with its loss attached", allowed="its state_dict",
+            remedy="save model.state_dict(), or detach the loss first",
+        )  # fmt: skip
+
+    def _head_forward(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden) if self._projects else hidden
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        assert self._embedding is not None
+        weight, padding = self._local(self._head.weight), self._embedding.padding_idx
+        return vocab_parallel_embedding(ids, weight, group=self._group, padding_idx=padding)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         bias = None if self._head.bias is None else self._local(self._head.bias)
         return vocab_parallel_logits(hidden, self._local(self._head.weight), bias, self._group)
 
-    def _with_loss(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's forward, whose head hands hidden states on when there are labels."""
-        signature = inspect.signature(forward)
 
-        @functools.wraps(forward)
-        def with_loss(*args: Any, **kwargs: Any) -> Any:
-            given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-            if given.get("labels") is None:
-                return forward(*args, **kwargs)
-            as_tuple = kwargs.pop("return_dict", None) is False
-            self._projects = False
-            try:
-                output = forward(*args, **kwargs, return_dict=True)
-            finally:
-                self._projects = True
-            output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
-            return output.to_tuple() if as_tuple else output
+class _WithLoss:
+    """The model's forward, whose head hands hidden states on when there are labels; has the forward's signature."""
 
-        return with_loss
+    def __init__(self, loss: RingDTPLoss, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._loss, self._forward, self._signature = loss, forward, inspect.signature(forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WithLoss:
+        return _WithLoss(copy.deepcopy(self._loss, memo), copy.deepcopy(self._forward, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**self._signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        if given.get("labels") is None:
+            return self._forward(*args, **kwargs)
+        as_tuple = kwargs.pop("return_dict", None) is False
+        with self._loss.takes_hidden():
+            output = self._forward(*args, **kwargs, return_dict=True)
+        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        return output.to_tuple() if as_tuple else output
+
+
+def _take_back(owner: nn.Module, name: str, mine: Any) -> None:
+    if mine is not None:
+        setattr(owner, name, mine)
+    else:
+        vars(owner).pop(name, vars(owner).pop(f"_{name}", None))
 
 
 class _SumOverReplicas(torch.autograd.Function):
@@ -221,6 +253,8 @@ def _conflicts_of(model: nn.Module) -> list[Conflict]:
     if head is None:
         return [Conflict(f"{type(model).__name__} has no head (get_output_embeddings)", "use ring_dtp_loss directly")]
     found = []
+    if isinstance(getattr(vars(head).get("forward"), "__self__", None), RingDTPLoss):
+        found.append(Conflict("a head that has a Ring-DTP loss already", "detach() that loss first, or use it"))
     if hasattr(head, "base_layer") or "lora_A" in dict(head.named_children()):
         found.append(Conflict("a LoRA-wrapped head", "leave the head out of target_modules, or merge the adapter"))
     elif type(head) is not nn.Linear or torch.nn.utils.parametrize.is_parametrized(head):

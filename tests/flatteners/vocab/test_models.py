@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import io
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from steppe.core.errors import ConflictError
 from steppe.flatteners.vocab.attach import RingDTPLoss
 from steppe.flatteners.vocab.budget import VocabPolicy
 from tests.support.exactness import assert_bitwise, assert_reordered
@@ -103,6 +107,71 @@ def test_every_family_calls_the_loss_and_gets_the_plain_models(family: str) -> N
         results.append((output.loss, model.get_output_embeddings().weight.grad))
     for near, mine in zip(*results, strict=True):
         assert_reordered(mine, near, near.double(), length=256, what=family)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_deep_copy_of_a_model_runs_on_its_own_parameters(tied: bool) -> None:
+    ids, labels = _batch(1)
+    ours, plain = (toy_model(FAMILY, vocab_size=251, tie_word_embeddings=tied) for _ in range(2))
+    loss = RingDTPLoss(ours)
+    twin = copy.deepcopy(ours)
+    assert inspect.signature(twin.forward) == inspect.signature(plain.forward)
+    for model in (twin, plain):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        model(input_ids=ids, labels=labels).loss.backward()
+    assert loss.stats().calls == 0
+    assert all(p.grad is None for p in ours.parameters())
+    assert (twin.lm_head.weight is twin.model.embed_tokens.weight) is tied
+    for (name, mine), near in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert_reordered(mine.grad, near.grad, near.grad.double(), length=ids.numel() * 251, what=name)
+    truth = plain(input_ids=ids).logits
+    assert_reordered(twin(input_ids=ids).logits, truth, truth.double(), length=251, what="logits")
+    twin.loss_function.detach()
+    assert_bitwise(twin(input_ids=ids).logits, truth, "logits of the copy after detach")
+    assert ours(input_ids=ids, labels=labels).logits is None  # the first model keeps its loss
+    assert loss.stats().calls == 1
+
+
+def check_copies(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ids, labels = _batch(world_size)
+    ours = toy_model(FAMILY, vocab_size=251, tie_word_embeddings=True)
+    RingDTPLoss(ours, mesh=init_device_mesh("cpu", (world_size,)))
+    twin = copy.deepcopy(ours)
+    for model in (ours, twin):
+        model(input_ids=ids, labels=labels).loss.backward()
+    assert ours.lm_head.weight is not twin.lm_head.weight
+    assert_bitwise(twin.lm_head.weight.grad.to_local(), ours.lm_head.weight.grad.to_local())
+    twin.loss_function.detach()
+    assert twin.lm_head.weight.shape == (251, 32) and type(ours.lm_head.weight.data) is not torch.Tensor
+
+
+def test_a_deep_copy_of_a_sharded_model_stays_sharded() -> None:
+    run_ranks(check_copies, 2)
+
+
+def test_a_second_loss_on_a_model_is_refused_until_the_first_is_detached() -> None:
+    ids, labels = _batch(1)
+    model = toy_model(FAMILY, vocab_size=251)
+    before = model(input_ids=ids, labels=labels).loss
+    first = RingDTPLoss(model)
+    with pytest.raises(ConflictError, match=r"already.*Remedy: detach\(\)"):
+        RingDTPLoss(model)
+    first.detach()
+    RingDTPLoss(model).detach()
+    assert_bitwise(model(input_ids=ids, labels=labels).loss, before)
+
+
+def test_a_model_with_its_loss_attached_is_not_pickled() -> None:
+    model = toy_model(FAMILY, vocab_size=251)
+    loss = RingDTPLoss(model)
+    with pytest.raises(ConflictError, match="state_dict"):
+        torch.save(model, io.BytesIO())
+    loss.detach()
+    torch.save(model, io.BytesIO())
 
 
 def check_evaluation(rank: int, world_size: int) -> None:
