@@ -75,7 +75,6 @@ class Engine:
             with_norm=policy.max_norm is not None,
         )
         self.probes = Probes()
-        self.refreshed = 0
         self.step_seconds = self.update_seconds = 0.0
         self._close = weakref.finalize(self, _close, self.lines, self.crews)
         self._close.atexit = False
@@ -147,12 +146,17 @@ class Engine:
         crew.each([partial(share, worker) for worker in range(len(dealt))])
         return [[value for part in parts for value in part[tensor]] for tensor in range(len(flats))]
 
+    @property
+    def refreshed(self) -> int:
+        """How many elements of masters were taken from weights so far."""
+        return sum(row.refreshed for row in self.rows.values())
+
     def reconcile(self) -> None:
         """Masters follow weights that were changed behind the optimizer's back."""
         self.probes.check()
         for row in self.rows.values():
             if not row.unchanged():
-                self.refreshed += row.reconcile()
+                row.reconcile()
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Update these tasks and remember what was written."""

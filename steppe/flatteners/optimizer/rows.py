@@ -45,7 +45,7 @@ class Row:
         self.master = flat_of(sharded.local(parameter)) if master is None else master
         self._shown: tuple[int, torch.Tensor] | None = None  # the copy that readers have, and its version
         self.step = torch.zeros((), dtype=torch.float32)
-        self.arrivals = 0
+        self.arrivals = self.refreshed = 0
         self.squares: list[float] | torch.Tensor | None = None
         self.adopt(parameter)
 
@@ -68,9 +68,12 @@ class Row:
             self.slabs["master"] = self.shaped(self.master)
 
     @property
+    @torch.no_grad()
     def entry(self) -> dict[str, torch.Tensor]:
         """step, exp_avg, exp_avg_sq and master as readers see them: views of the slabs, or a copy of the weights."""
         if not self.owns_master:
+            if self._written_in_place():
+                self.reconcile()
             return self.slabs
         if not self.unchanged():
             self.reconcile()
@@ -120,6 +123,12 @@ class Row:
     def unchanged(self) -> bool:
         return self._seen == self._identity()
 
+    def _written_in_place(self) -> bool:
+        """Whether only a version counter has moved; not known after a load, whose weights may still be on their way."""
+        same_place = self._seen is not None and self._seen[0] == self._identity()[0]
+        same_layout = self.own.shape == self.shape and self.own.stride() == self._strides
+        return same_place and same_layout and not self.unchanged()
+
     def remember(self) -> None:
         """The parameter and its master agree as of now."""
         self._seen, self._shown = self._identity(), None
@@ -147,6 +156,7 @@ class Row:
             changed += int(differs.sum())
             master[differs] = given[differs].float()
         self.remember()
+        self.refreshed += changed
         return changed
 
 

@@ -244,3 +244,29 @@ def test_an_optimizer_is_not_pickled_without_a_word() -> None:
     _, optimizer = train(torch.float32, 1)
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("settings", [{}, {"update": "device"}], ids=str)
+def test_a_master_that_is_read_after_weights_were_written_is_not_stale(settings: dict[str, Any]) -> None:
+    held, optimizer = train(torch.bfloat16, 2, **settings)
+    kept = optimizer.state[held[0]]["master"].clone()
+    with torch.no_grad():
+        held[0][3] = 7.0
+    read = optimizer.state[held[0]]["master"]
+    assert_bitwise(read, optimizer.state_dict()["state"][0]["master"])
+    assert bool((read[3] == 7.0).all())
+    assert_bitwise(read[4:], kept[4:], "untouched elements keep their extra bits")
+    assert optimizer.stats()["refreshed_elements"] == held[0].shape[1]
+
+
+def test_reading_the_state_between_loading_it_and_the_weights_loses_no_bit() -> None:
+    saved, source = train(torch.bfloat16, 2)
+    held = parameters(torch.bfloat16, seed=5)
+    optimizer = OffloadStreamAdamW(held, lr=1e-2)
+    optimizer.load_state_dict(_saved(source))
+    optimizer.state[held[0]]["master"].sum()
+    with torch.no_grad():
+        for parameter, value in zip(held, saved):
+            parameter.copy_(value)
+    _continue(held, optimizer, 2, 4)
+    assert_same((held, optimizer), train(torch.bfloat16, 4))
