@@ -131,9 +131,10 @@ class AtOnce(torch.autograd.Function):
 
 
 def group_weight(target_weight: Tensor, call: Call) -> Tensor:
-    """Sum over the group of the class weights of the labels; 1 where it is 0, so that no labels give a loss of 0."""
+    """Sum over the group of the class weights of the labels; infinite where it is 0, so that loss and gradients are 0
+    even with label smoothing, whose term has weights of its own."""
     total = collectives.all_reduce(target_weight.detach().sum(), call.wire.group)
-    return torch.where(total == 0, torch.ones_like(total), total)
+    return torch.where(total == 0, torch.full_like(total, float("inf")), total)
 
 
 def _empty_gradients(ctx: Any, inputs: Inputs, batch: Batch) -> list[Tensor | None]:

@@ -43,7 +43,7 @@ def plain_loss(
     divisor = valid.sum() if weights is None else weights[torch.where(valid, flat, 0)][valid].sum()
     if num_items_in_batch is not None:
         divisor = torch.as_tensor(num_items_in_batch)
-    divisor = divisor.clamp(min=1) if weights is None else torch.where(divisor == 0, 1, divisor)
+    divisor = divisor.clamp(min=1) if weights is None else torch.where(divisor == 0, float("inf"), divisor)
     loss = {"none": losses.view(labels.shape), "sum": losses.sum(), "mean": losses.sum() / divisor.to(losses.dtype)}
     return {
         "loss": loss[reduction],

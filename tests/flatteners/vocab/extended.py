@@ -35,7 +35,7 @@ def closed_forms(
     smooth = np.longdouble(label_smoothing) / vocab * shares
     aim = (1 - np.longdouble(label_smoothing)) * hit * shares + smooth  # loss = -(aim . log_p) + z_loss lse^2
     loss = -(aim * log_p).sum(1) + z_loss * lse[:, 0] ** 2
-    divisor = np.longdouble(num_items_in_batch or ((hit * shares).sum() or 1))
+    divisor = np.longdouble(num_items_in_batch or ((hit * shares).sum() or np.inf))
     divisor = divisor if reduction == "mean" else np.longdouble(1)
     values = {"loss": loss, "logprob": (hit * log_p).sum(1), "entropy": entropy[:, 0], "lse": lse[:, 0]}
     values = {name: np.where(valid, value, 0) for name, value in values.items()}

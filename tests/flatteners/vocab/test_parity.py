@@ -155,6 +155,19 @@ def test_no_labels_at_all_give_a_zero_loss_that_is_connected() -> None:
             assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (hidden, weight)))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("schedule", ["local", "weights", "activations"])
+def test_class_weights_that_sum_to_zero_over_the_labels_give_a_zero_loss(schedule: str, smoothing: float) -> None:
+    hidden, weight = make(Spec(rows=(3,), width=4)).hidden, torch.eye(3, 4)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = ring_dtp_loss(
+        *leaves, torch.tensor([2, -100, 2]), class_weight=torch.tensor([0.848, 0, 0]), label_smoothing=smoothing,
+        policy=VocabPolicy(schedule),
+    )  # fmt: skip
+    assert loss == 0
+    assert all((grad == 0).all() for grad in torch.autograd.grad(loss, leaves))
+
+
 def test_ignored_rows_cost_no_matmul() -> None:
     hidden, weight, labels = _inputs(rows=40)
     labels[:30] = -100
