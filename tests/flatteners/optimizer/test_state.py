@@ -252,7 +252,7 @@ def test_a_master_that_is_read_after_weights_were_written_is_not_stale(settings:
     kept = optimizer.state[held[0]]["master"].clone()
     with torch.no_grad():
         held[0][3] = 7.0
-    read = optimizer.state[held[0]]["master"]
+    read = optimizer.state[held[0]]["master"].clone()
     assert_bitwise(read, optimizer.state_dict()["state"][0]["master"])
     assert bool((read[3] == 7.0).all())
     assert_bitwise(read[4:], kept[4:], "untouched elements keep their extra bits")
