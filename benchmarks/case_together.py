@@ -1,8 +1,8 @@
 """All four together on two CPU ranks: the longest context under one ceiling, and what each flattener costs.
 
 One fixed shape (H 256, I 128, E 32, k 4, L 8, V 32,768, 8 heads, float32), one sequence a rank. The plain program is
-FSDP2, ordinary expert parallelism and per-block checkpointing. Peaks are the allocator's own events over building the
-run and training it, host arenas left out. Times are ratios of steps that alternate in one run.
+FSDP2, ordinary expert parallelism and per-block checkpointing. Peaks are of the allocator's own calls (heap.py) over
+building the run and training it, host arenas left out. Times are ratios of steps that alternate in one run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.heap import heap_peak, preloaded
 from benchmarks.timing import interleaved
 from steppe.core.units import MiB
 from steppe.flatteners import NAMES
 from steppe.integrations.transformers import token_losses
 from steppe.runtime import collectives
-from steppe.runtime.allocator import allocator_peak
 from steppe.training.config import RunConfig, parse
 from steppe.training.data import Batch
 from steppe.training.loop import Trainer
@@ -95,15 +95,17 @@ def peak_on_rank(rank: int, world_size: int, program: str, tokens: int, steps: i
             trainer.step([random_batch(tokens, rank)])
         trainer.flattened.detach()
 
-    return allocator_peak(run).peak_bytes
+    return heap_peak(run)
 
 
 def measured(program: str, tokens: int, steps: int = 2) -> int:
     """The higher peak of the two ranks."""
     from tests.support.ranks import run_ranks
 
-    with tempfile.TemporaryDirectory() as folder:
-        return max(run_ranks(peak_on_rank, RANKS, program, tokens, steps, folder, timeout_s=3000.0))
+    with preloaded(), tempfile.TemporaryDirectory() as folder:
+        peak: int = max(run_ranks(peak_on_rank, RANKS, program, tokens, steps, folder, timeout_s=3000.0))
+    print(f"  {program}, {tokens} tokens a rank: {peak / MiB:.1f} MiB", flush=True)
+    return peak
 
 
 def longest(program: str, ceiling: int, start: int) -> tuple[int, dict[int, int]]:

@@ -5,14 +5,21 @@ the same lines as many. Peers are group ranks and are translated to global ranks
 never depend on data, on requires_grad or on a rank being empty: that is the callers' rule, and nothing here looks at
 sizes to decide whether to communicate, except that empty point-to-point messages, whose emptiness both ends know, are
 left out.
+
+Note [gloo at exit]. A gloo thread drops the tensors of a collective after it woke the waiter, and a tensor that Python
+let go of meanwhile needs the GIL for that. Once the interpreter ends, a thread that asks for the GIL is unwound out of
+a destructor, which aborts the process behind its last step (torch 2.11 and 2.13; FSDP2's all-gathers are enough). So
+the interpreter's end waits, the GIL free, until these threads rest.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +33,9 @@ Message = tuple[torch.Tensor, int]
 # torch 2.13 deprecates the *_into_tensor names in favour of *_single; 2.11 has only the old ones.
 _gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_GLOO_THREAD = "pt_gloo_runloop"
+_REST_S, _LOOKS = 0.005, 2  # seconds between looks at gloo's threads, and how often they must be found asleep in a row
+_END_S = 10.0
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -171,3 +181,25 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], group: Group
 def warm_up(group: Group, device: torch.device) -> None:
     """One all-reduce, so that the group's communicator exists before its first point-to-point batch (NCCL wants it)."""
     all_reduce(torch.zeros(1, device=device), group)
+
+
+@atexit.register
+def _let_gloo_rest() -> None:
+    """Wait until every gloo thread of this process sleeps. See Note [gloo at exit]."""
+    deadline, asleep = time.monotonic() + _END_S, 0
+    while (states := _gloo_states()) and asleep < _LOOKS and time.monotonic() < deadline:
+        time.sleep(_REST_S)
+        asleep = asleep + 1 if set(states) == {"S"} else 0
+
+
+def _gloo_states() -> list[str]:
+    """The scheduler's letter for each of gloo's threads; none where the system doesn't tell."""
+    states = []
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # a thread that just ended
+            continue
+        if name == _GLOO_THREAD:
+            states.append(rest.split()[0])
+    return states

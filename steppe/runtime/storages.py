@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 _host: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 _watches: list[Watch] = []
+_listeners: list[Callable[[torch.UntypedStorage], object]] = []
 _Resize = Callable[[torch.UntypedStorage, int], Any]
 
 
@@ -30,7 +32,19 @@ def declare_host(tensor: torch.Tensor, name: str) -> torch.Tensor:
     _host[key] = weakref.ref(storage, lambda _, key=key: _host.pop(key, None)), name
     for watch in _watches:
         watch.declared(storage)
+    for listener in _listeners:
+        listener(storage)
     return tensor
+
+
+@contextmanager
+def host_declarations(listener: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Call `listener` with every storage that is declared the host's meanwhile."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def host_name(storage: torch.UntypedStorage) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -123,3 +126,27 @@ def _share(rank: int, world_size: int) -> tuple[int, int]:
 def test_ranks_of_one_node_share_it_in_their_order() -> None:
     assert run_ranks(_share, 2) == [(0, 2), (1, 2)]
     assert collectives.node_share(None) == (0, 1)
+
+
+_ENDS_EARLY = """
+import torch, torch.distributed as dist
+from steppe.runtime import collectives
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+whole, part = torch.empty(0), torch.ones(1 << 20)
+works = [gather(torch.empty(1 << 20), part, async_op=True) for _ in range(300)]
+torch.kept = dist.group.WORLD  # as FSDP2's states keep it: gloo's threads live to the end
+if {looks}:
+    collectives._let_gloo_rest()
+    print("left", sum(not work.is_completed() for work in works))
+works.clear()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_process_ends_well_while_gloo_still_holds_its_last_tensors(looks: bool) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _ENDS_EARLY.format(looks=looks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not looks or "left 0" in done.stdout
