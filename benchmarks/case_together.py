@@ -109,35 +109,49 @@ def measured(program: str, tokens: int, steps: int = 2) -> int:
 
 
 def longest(program: str, ceiling: int, start: int) -> tuple[int, dict[int, int]]:
-    """The most tokens a rank, in steps of GRID, whose measured peak is within the ceiling; and all peaks measured."""
+    """The most tokens a rank, in steps of GRID, whose measured peak is within the ceiling; and all peaks measured.
+
+    Found by straight lines through the two nearest contexts; done when the next step is measured to be above.
+    """
     peaks = {start: measured(program, start), 2 * start: measured(program, 2 * start)}
     while True:
-        (low, at_low), (high, at_high) = sorted(peaks.items())[-2:]
-        slope = max(1.0, (at_high - at_low) / (high - low))  # nothing grows before the tokens are the peak
-        guess = max(GRID, min(2 * high, int(high + (ceiling - at_high) / slope)) // GRID * GRID)
-        while guess in peaks and peaks[guess] > ceiling:
-            guess -= GRID
-        if guess in peaks or guess + GRID in peaks:
-            return max(n for n, peak in peaks.items() if peak <= ceiling), peaks
+        fits = max((n for n, peak in peaks.items() if peak <= ceiling), default=0)
+        above = min((n for n, peak in peaks.items() if peak > ceiling), default=None)
+        if above == fits + GRID:
+            return fits, peaks
+        guess = _guess(peaks, ceiling) // GRID * GRID
+        guess = max(guess, fits + GRID)
+        guess = min(guess, 2 * max(peaks) if above is None else above - GRID)
         peaks[guess] = measured(program, guess)
 
 
+def _guess(peaks: dict[int, int], ceiling: int) -> int:
+    """Where a line through the two contexts whose peaks are nearest to the ceiling meets it."""
+    (low, at_low), (high, at_high) = sorted(sorted(peaks.items(), key=lambda item: abs(item[1] - ceiling))[:2])
+    return low + int((ceiling - at_low) * (high - low) / max(1, at_high - at_low))
+
+
 def context_row(quick: bool) -> dict[str, Any]:
-    """Naive plain and chunked plain to their limit; steppe at the contexts that have to fit, and how its peak grows."""
+    """Naive plain and chunked plain to their limit; steppe at the contexts that have to fit and near its own limit.
+
+    Beyond some context the peak is a straight line: what is left of it without its slope (the O(N*H) terms) is flat.
+    """
     base = 256 if quick else BASE
     ceiling = int(CEILING * measured("plain", base))
     naive, naive_peaks = longest("plain", ceiling, base // 2)
     chunked, chunked_peaks = longest("chunked", ceiling, base)
     goal = -(-max(16 * naive, 3 * chunked) // GRID) * GRID
     flat = {n: measured("all", n, steps=2 if n < goal else 1) for n in (goal // 8, goal // 4, goal // 2, goal)}
-    slope = (flat[goal // 4] - flat[goal // 8]) / (goal // 4 - goal // 8)
+    slope = (flat[goal] - flat[goal // 2]) / (goal - goal // 2)
+    most = int(goal + (0.995 * ceiling - flat[goal]) / slope) // GRID * GRID  # half a percent below the line's end
+    if not quick and most > goal:
+        flat[most] = measured("all", most, steps=1)
+    fits = max((n for n, peak in flat.items() if peak <= ceiling), default=0)
     rest = {n: (peak - slope * n) / MiB for n, peak in flat.items()}
     return {
         "label": f"context under {CEILING} x the plain peak at {base} tokens a rank, {RANKS} gloo ranks",
-        "ceiling_mib": round(ceiling / MiB, 1), "longest_naive": naive, "longest_chunked": chunked,
-        "steppe_fits": max((n for n, peak in flat.items() if peak <= ceiling), default=0),
-        "times_naive": round(max((n for n, p in flat.items() if p <= ceiling), default=0) / naive, 2),
-        "times_chunked": round(max((n for n, p in flat.items() if p <= ceiling), default=0) / chunked, 2),
+        "ceiling_mib": round(ceiling / MiB, 1), "longest_naive": naive, "longest_chunked": chunked, "steppe_fits": fits,
+        "times_naive": round(fits / naive, 2), "times_chunked": round(fits / chunked, 2),
         "peak_mib": {
             "naive": _mib(naive_peaks), "chunked": _mib(chunked_peaks), "steppe": _mib(flat),
         },
