@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -14,6 +15,7 @@ from steppe.core.shapes import BatchShape, Dtypes, MachineShape, MeshShape, Mode
 from steppe.core.units import format_bytes
 from steppe.planner.answer import Answer, answer
 from steppe.planner.arguments import add_explain_arguments, add_plan_arguments, read, worlds
+from steppe.planner.explain import FILLING, Printed, Reading
 from steppe.planner.layouts import Job
 
 __all__ = ["add_explain_arguments", "add_plan_arguments", "explain", "plan"]
@@ -60,20 +62,38 @@ def explain(args: argparse.Namespace) -> int:
     from steppe.planner import explain as readings
 
     args = read(args)
-    text = sys.stdin.read() if args.size == "-" else args.size
-    printed = readings.find_size(text)
-    found = readings.explain(printed, _explained_shape(args))
+    text = _standard_input() if args.size == "-" else args.size
+    sizes = readings.find_sizes(text)
+    shape = _explained_shape(args)
+    found = {printed: readings.explain(printed, shape) for printed in sizes}
     if args.json:
-        print(json.dumps({"size": str(printed), "readings": [reading.to_json() for reading in found]}, indent=2))
-    elif found:
-        print(f"{printed} is")
-        print("\n".join(f"* {reading}" for reading in found))
+        told = [{"size": str(size), "readings": [r.to_json() for r in of]} for size, of in found.items()]
+        print(json.dumps({**told[0], "others": told[1:]}, indent=2))
     else:
-        print(
+        print("\n".join(line for printed, of in found.items() for line in _explained(printed, of)))
+    return 0 if any(found.values()) else 1
+
+
+def _standard_input() -> str:
+    """All of it; bytes that are no UTF-8, as logs have them, stand for themselves."""
+    binary = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if binary is None else binary.read().decode("utf-8", "replace")
+
+
+def _explained(printed: Printed, found: Sequence[Reading]) -> Iterator[str]:
+    if found:
+        yield f"{printed} is"
+        yield from (f"* {reading}" for reading in found)
+    elif not printed.is_any_small_tensor:
+        yield (
             f"{printed}: no tensor of this run has that size under any reading (float32, bfloat16, int64; 1 to 4 "
             "copies). Check the tokens a rank really holds (batch x S / D, packing), the vocabulary and the ranks."
         )
-    return 0 if found else 1
+    if printed.is_any_small_tensor:
+        yield (
+            f"{printed} in torch's message names no tensor: {FILLING}. The device was full before; `steppe plan` says "
+            "who fills it."
+        )
 
 
 def _explained_shape(args: argparse.Namespace) -> RunShape:

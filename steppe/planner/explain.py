@@ -1,7 +1,8 @@
 """Which tensor a failed allocation was: every tensor of the run, under every reading, against the size as printed.
 
 A printed size has few digits, so a reading matches when it prints the same digits in the same unit (GiB or GB), not
-when it is near. Readings of whole tensors come before copies of them, this run's own dtypes before others.
+when it is near. torch's message prints what it asks the driver for, whole segments, so a tensor's size rounded up to
+them matches too. Readings of whole tensors come before copies of them, this run's own dtypes before others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ UNITS: Final = {
 }  # fmt: skip
 _DIGITS: Final = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"  # no sign, no decimal comma
 _SIZE: Final = re.compile(rf"(?<![-\d,.])({_DIGITS})\s*(KiB|MiB|GiB|TiB|KB|MB|GB|TB|bytes|B)\b")
-_TRIED: Final = re.compile(r"[Tt]r(?:ied|ying) to allocate\s+(?:about\s+)?(.{1,40})")
+# torch, its CPU allocator, XLA and numpy ask to allocate; NCCL fails to calloc.
+_TRIED: Final = re.compile(
+    r"(?:tr(?:ied|ying)\s+to|unable\s+to|failed\s+to|can't|cannot)[\w\s]{0,20}?\s[cm]?alloc(?:ate)?\b(?=(.{1,40}))",
+    re.IGNORECASE | re.DOTALL,
+)
+# Figures that stand beside the allocation in such messages and are none.
+_READ_OUT: Final = re.compile(r"capacity|memory in use|\bfree\b|allocated|reserved|max allowed|\bhas\b", re.IGNORECASE)
+_STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")
+SEGMENT: Final = 2 * MiB  # the caching allocator's: up to 1 MiB one of these, below 10 MiB ten, then whole ones
+_SMALL, _LARGE, _LARGE_SEGMENT = MiB, 10 * MiB, 20 * MiB
+FILLING: Final = "any tensor of up to 1 MiB prints as 2.00 MiB and any of 1 to 10 MiB as 20.00 MiB"
 
 
 @dataclass(frozen=True)
@@ -42,23 +53,47 @@ class Printed:
         decimals = len(self.number.partition(".")[2])
         return f"{num_bytes / UNITS[self.unit]:.{decimals}f}" == self.number.replace(",", "")
 
+    @property
+    def is_any_small_tensor(self) -> bool:
+        """True for the two sizes that torch's allocator asks for whatever small tensor is wanted."""
+        return self.num_bytes in (SEGMENT, _LARGE_SEGMENT)
+
     def __str__(self) -> str:
         return f"{self.number} {self.unit}"
 
 
-def find_size(text: str) -> Printed:
-    """The allocation in a size or in a whole error message: what was tried to allocate, or the only size there.
+def segment_bytes(num_bytes: int) -> int:
+    """What torch's caching allocator asks the driver for, and prints, when it has no room for such a tensor.
 
-    Raises: ConfigError when no size is there.
+    Source: pytorch, c10/cuda/CUDACachingAllocator.cpp, get_allocation_size.
     """
-    tried = _TRIED.search(text)
-    found = _SIZE.search(tried.group(1) if tried else text)
-    if found is None:
+    if num_bytes < _LARGE:
+        return SEGMENT if num_bytes <= _SMALL else _LARGE_SEGMENT
+    return -(-num_bytes // SEGMENT) * SEGMENT
+
+
+def find_sizes(text: str) -> tuple[Printed, ...]:
+    """The allocations in a size or in a whole log: all that were tried, each once; or the only size there.
+
+    Raises: ConfigError when there is none, or only what a message says of the device beside it.
+    """
+    plain = _STYLE.sub("", text)
+    tried = [found for part in _TRIED.findall(plain) if (found := _SIZE.search(part))]
+    if not tried:
+        sizes = list(_SIZE.finditer(plain))
+        tried = sizes if len(sizes) == 1 and not _READ_OUT.search(plain) else []
+    if not tried:
         raise ConfigError(
             "failed allocation", got=repr(text[:80]), allowed='a size as "37.09 GiB", or the whole error message',
-            remedy='copy the line that says "Tried to allocate"',
+            remedy='copy the line that says "Tried to allocate"; where no line does ("CUDA error: out of memory"), '
+            "no tensor is named: `steppe plan` says which peak is the largest",
         )  # fmt: skip
-    return Printed(found.group(1), found.group(2))
+    return tuple(dict.fromkeys(Printed(found.group(1), found.group(2)) for found in tried))
+
+
+def find_size(text: str) -> Printed:
+    """The first of them. Raises: ConfigError when no size is there."""
+    return find_sizes(text)[0]
 
 
 @dataclass(frozen=True)
@@ -106,9 +141,15 @@ def explain(printed: Printed, shape: RunShape) -> tuple[Reading, ...]:
         for tensor in catalogue(shape)
         for itemsize in dict.fromkeys(tensor.itemsizes)
         for copies in (1, 2, 3, 4)
-        if tensor.elements and printed.matches(tensor.elements * itemsize * copies)
+        if tensor.elements and _prints_as(printed, tensor.elements * itemsize * copies, in_pieces=tensor.in_pieces)
     ]
     return tuple(sorted(found, key=lambda r: (r.copies, r.tensor.in_pieces)))
+
+
+def _prints_as(printed: Printed, num_bytes: int, *, in_pieces: bool) -> bool:
+    """True for the tensor's own bytes or the segments asked for it; small ones all print alike and tell nothing."""
+    in_segments = num_bytes >= _LARGE and not in_pieces
+    return printed.matches(num_bytes) or (in_segments and printed.matches(segment_bytes(num_bytes)))
 
 
 _VOCAB = "Ring-DTP (`vocab`) never holds it: a tile of fixed bytes instead; chunked cross-entropy shrinks it."

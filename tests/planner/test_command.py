@@ -107,6 +107,25 @@ def test_explain_reads_a_whole_message_on_standard_input(
     assert json.loads(out)["readings"][0]["tensor"] == "one-hot of the chosen experts"
 
 
+def test_explain_answers_for_every_rank_of_a_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = b"caf\xe9\n[rank0]: Tried to allocate 1.17 GiB.\n[rank1]: Tried to allocate 37.09 GiB. GPU 1 has 80 GiB"
+    for flags in ([], ["--json"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log), encoding="utf-8"))
+        code, out, _ = run(capsys, "explain", "-", "qwen3-0.6b", "--seq-len", "65536", *flags)
+        assert code == 0
+    told = json.loads(out)
+    assert (told["size"], told["readings"]) == ("1.17 GiB", [])
+    assert told["others"][0]["readings"][0]["tensor"] == "logits"
+
+
+def test_a_size_that_any_small_tensor_prints_is_said_to_name_none(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", "Tried to allocate 20.00 MiB.", "qwen3-0.6b", "--seq-len", "65536")
+    assert code == 1
+    assert "any of 1 to 10 MiB as 20.00 MiB" in out
+
+
 def test_explain_says_when_no_reading_matches(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "explain", "36.21 GiB", "qwen3-0.6b", "--seq-len", "65536")
     assert code == 1

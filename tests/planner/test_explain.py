@@ -9,7 +9,7 @@ import pytest
 from steppe.core.errors import ConfigError
 from steppe.core.parameters import total_parameters
 from steppe.core.shapes import BatchShape, MeshShape, ModelShape, RunShape
-from steppe.planner.explain import Printed, explain, find_size
+from steppe.planner.explain import MiB, Printed, explain, find_size, find_sizes, segment_bytes
 from steppe.planner.models import load_model
 
 
@@ -92,9 +92,57 @@ def test_a_size_that_nothing_has_is_not_explained() -> None:
     assert explain(Printed("36.21", "GiB"), shape) == ()
 
 
-def test_text_without_a_size_is_refused_with_an_example() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "it crashed",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "CUDA error: out of memory. GPU 0 has 80 GiB",  # what the device has is nothing that was allocated
+        "GPU 0 has a total capacity of 79.19 GiB of which 30.11 GiB is free.",
+        "37.09 GiB and 3.79 GiB",
+    ],
+)
+def test_text_without_an_allocation_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="Tried to allocate"):
-        find_size("it crashed")
+        find_sizes(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MESSAGE,
+        "RuntimeError: CUDA out of memory. Tried to allocate 37.09 GiB (GPU 0; 79.35 GiB total capacity; 40.11 GiB "
+        "already allocated; 30.11 GiB free; 41.00 GiB reserved in total by PyTorch)",
+        "MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB). Tried to allocate 37.09 GiB on",
+        "_ArrayMemoryError: Unable to allocate 37.09 GiB for an array with shape (65536, 151936)",
+        "NCCL WARN Failed to CUDA calloc async 37.09 GiB",
+        "\x1b[31mTried to allocate\x1b[0m\n37.09 GiB.",
+    ],
+)
+def test_the_allocation_is_found_in_every_wording_beside_what_the_device_holds(text: str) -> None:
+    assert find_sizes(text) == (Printed("37.09", "GiB"),)
+
+
+def test_a_log_of_several_ranks_gives_each_size_once() -> None:
+    log = f"[rank0]: Tried to allocate 1.17 GiB.\n[rank1]: {MESSAGE}\n[rank2]: {MESSAGE}"
+    assert find_sizes(log) == (Printed("1.17", "GiB"), Printed("37.09", "GiB"))
+
+
+def test_a_tensor_is_found_under_the_whole_segments_that_torch_prints_for_it() -> None:
+    """Logits of 1,001 tokens hold 290.08 MiB; torch asks the driver for, and prints, 292.00 MiB."""
+    shape = RunShape(load_model("qwen3-0.6b"), BatchShape(1001))
+    for text in ("290.08 MiB", "292.00 MiB"):
+        assert explain(find_size(text), shape)[0].tensor.name == "logits"
+    assert not explain(find_size("291.00 MiB"), shape)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "asked"),
+    [(1, 2 * MiB), (MiB, 2 * MiB), (MiB + 1, 20 * MiB), (10 * MiB - 1, 20 * MiB), (10 * MiB, 10 * MiB),
+     (10 * MiB + 1, 12 * MiB)],
+)  # fmt: skip
+def test_segments_are_those_of_torchs_allocator(num_bytes: int, asked: int) -> None:
+    assert segment_bytes(num_bytes) == asked
 
 
 def test_two_copies_are_a_reading_after_one() -> None:
