@@ -30,6 +30,15 @@ _TRAITS: Final[dict[str, dict[str, bool]]] = {
     "olmoe": {"has_qk_norm": True, "qk_norm_over_heads": True},
     "gpt_oss": {"has_attention_bias": True, "has_attention_sinks": True, "has_expert_bias": True},
 }
+# What transformers takes for a key that is missing, where that isn't what the other keys suggest.
+_DEFAULTS: Final[dict[str, dict[str, int]]] = {
+    "qwen3": {"head_dim": 128},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128},
+    "glm4_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3},
+}
+_EXPERTS_ARE_INTERMEDIATE: Final = ("mixtral", "gpt_oss", "olmoe")  # their experts have the width `intermediate_size`
+_WINDOW_IS_ASKED_FOR: Final = ("qwen2", "qwen3", "qwen3_moe")  # a window counts where use_sliding_window is true
 
 
 def shipped_models() -> tuple[str, ...]:
@@ -101,17 +110,17 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     Raises: ConfigError for an unknown model type or a missing width.
     """
     nested = config.get("text_config")
-    if isinstance(nested, Mapping) and "hidden_size" not in config:  # multi-modal configs nest the language model
+    if isinstance(nested, Mapping) and _kind(config) not in KNOWN:  # multi-modal configs nest the language model
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {**tied, **nested}
-    kind = str(config.get("model_type", ""))
-    kind = {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}.get(kind, kind)
+    kind = _kind(config)
     if kind not in KNOWN:
         raise ConfigError(
             "model type", got=repr(kind or None), allowed=", ".join(KNOWN),
             remedy="write a config.json with the widths and the model_type of the nearest known family, "
             "or add the type to KNOWN and its traits to _TRAITS in steppe/planner/models.py",
         )  # fmt: skip
+    config = {**_DEFAULTS.get(kind, {}), **config}
     latent = bool(config.get("kv_lora_rank"))
     shape = ModelShape(
         model_type=kind,
@@ -121,15 +130,20 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         num_heads=_width(config, "num_attention_heads"),
         num_kv_heads=_width(config, "num_key_value_heads", "num_attention_heads"),
         dense_width=_width(config, "intermediate_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        sliding_window=_count(config, "sliding_window"),
-        has_router_loss=bool(config.get("output_router_logits", False)),
+        tied=_flag(config, "tie_word_embeddings"),
+        sliding_window=_window(config, kind),
+        has_router_loss=_flag(config, "output_router_logits"),
         **(_latent_heads(config) if latent else _grouped_heads(config)),
         **(_experts(config, kind) if kind in MOE else {}),
         **_traits(config, kind),
     )
     _check(shape)
     return shape
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    kind = str(config.get("model_type", ""))
+    return {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3"}.get(kind, kind)
 
 
 def _check(model: ModelShape) -> None:
@@ -163,6 +177,24 @@ def _count(config: Mapping[str, Any], key: str) -> int:
     return _width(config, key) if config.get(key) else 0
 
 
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """True or false at `key`, false where it is missing or null: "false" in quotes is neither."""
+    value = config.get(key)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        _refuse(key, value, "true or false")
+    return value
+
+
+def _window(config: Mapping[str, Any], kind: str) -> int:
+    """The sliding window that some blocks look at, 0 where none does, whatever length stands in the config."""
+    asked = kind not in _WINDOW_IS_ASKED_FOR or _flag(config, "use_sliding_window")
+    types = config.get("layer_types")
+    slides = not isinstance(types, list) or "sliding_attention" in types
+    return _count(config, "sliding_window") if asked and slides else 0
+
+
 def _grouped_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("head_dim") is not None:
         head_dim = _width(config, "head_dim")
@@ -184,8 +216,8 @@ def _latent_heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    key = next((key for key in counts if key in config), counts[0])
-    width = _width(config, "moe_intermediate_size", "intermediate_size")
+    key = next((key for key in counts if config.get(key) is not None), counts[0])
+    width = _width(config, "intermediate_size" if kind in _EXPERTS_ARE_INTERMEDIATE else "moe_intermediate_size")
     shared = _count(config, "n_shared_experts") if kind in ("glm4_moe", "deepseek_v3") else 0
     return {
         "num_experts": _width(config, key),
@@ -210,7 +242,7 @@ def _dense_layers(config: Mapping[str, Any]) -> int:
 def _traits(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     traits = dict(_TRAITS.get(kind, {}))
     if "attention_bias" in config and kind != "gpt_oss":
-        traits["has_attention_bias"] = bool(config["attention_bias"])
-    if config.get("use_qk_norm"):
+        traits["has_attention_bias"] = _flag(config, "attention_bias")
+    if _flag(config, "use_qk_norm"):
         traits["has_qk_norm"] = True
     return traits

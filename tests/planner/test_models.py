@@ -28,6 +28,8 @@ def test_a_multi_modal_config_is_its_language_model() -> None:
     outer = {"model_type": "qwen3_vl_moe", "tie_word_embeddings": True, "text_config": inner, "vision_config": {}}
     assert shape_from_config(outer).hidden == load_model("qwen3-30b-a3b").hidden
     assert shape_from_config(outer).tied
+    # Some repeat a width of the language model outside.
+    assert shape_from_config({**outer, "hidden_size": 2048}) == shape_from_config(outer)
 
 
 def test_a_null_is_as_good_as_a_missing_key() -> None:
@@ -35,6 +37,36 @@ def test_a_null_is_as_good_as_a_missing_key() -> None:
         null, missing = (shape_from_config(config_of("mixtral-8x7b", **{key: value})) for value in (None, "missing"))
         assert null == missing
     assert shape_from_config(config_of("mixtral-8x7b", head_dim=None)).head_dim == 128
+    renamed = config_of("qwen3-30b-a3b", num_experts=None, num_local_experts=128)
+    assert shape_from_config(renamed) == load_model("qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "window"),
+    [
+        ("qwen2.5-32b", {"sliding_window": 131072, "use_sliding_window": False}, 0),  # as its config.json says it
+        ("qwen2.5-32b", {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        ("qwen3-30b-a3b", {"sliding_window": 4096}, 0),
+        ("mixtral-8x7b", {"sliding_window": 4096}, 4096),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"] * 24}, 0),
+        ("gpt-oss-20b", {"sliding_window": "missing"}, 128),
+    ],
+)
+def test_a_sliding_window_counts_where_some_block_looks_through_it(
+    name: str, changes: dict[str, Any], window: int
+) -> None:
+    assert shape_from_config(config_of(name, **changes)).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3-0.6b", "head_dim"), ("gpt-oss-20b", "head_dim"), ("deepseek-v3", "n_shared_experts"),
+        ("deepseek-v3", "first_k_dense_replace"), ("glm-4.5", "n_shared_experts"),
+    ],
+)  # fmt: skip
+def test_a_missing_key_means_what_transformers_takes_for_it(name: str, key: str) -> None:
+    assert shape_from_config(config_of(name, **{key: "missing"})) == load_model(name)
 
 
 def test_a_query_without_a_latent_is_projected_whole() -> None:
@@ -71,6 +103,10 @@ def test_blocks_that_qwen_leaves_without_experts_are_dense(changes: dict[str, An
         ("qwen3-30b-a3b", {"mlp_only_layers": "0"}, "mlp_only_layers"),
         ("deepseek-v3", {"first_k_dense_replace": 99}, "at most the 61 layers"),
         ("deepseek-v3", {"v_head_dim": "missing"}, "v_head_dim"),
+        ("qwen3-30b-a3b", {"moe_intermediate_size": "missing"}, "moe_intermediate_size"),  # not the dense width
+        ("qwen3-4b", {"tie_word_embeddings": "false"}, "true or false"),
+        ("qwen3-4b", {"attention_bias": "no"}, "true or false"),
+        ("mixtral-8x7b", {"output_router_logits": 1}, "true or false"),
     ],
 )
 def test_what_no_model_has_is_refused_with_its_key(name: str, changes: dict[str, Any], words: str) -> None:
