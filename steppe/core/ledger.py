@@ -88,10 +88,12 @@ class Ledger:
     def from_entries(cls, entries: Iterable[Entry], *, moments: Iterable[Moment] = STEP) -> Ledger:
         """Fold entries into a ledger over `moments`; the peak is the moment with the largest device total."""
         kept = tuple(entries)
-        device, host = (_by_owner(kept, sorted(moments), place) for place in ("device", "host"))
+        device, host = _by_owner(kept, sorted(moments))
         top = max(device, key=lambda m: sum(device[m].values()))
         host_top = max(host, key=lambda m: sum(host[m].values()))
-        peaks = {owner: max(held.get(owner, 0) for held in device.values()) for owner in OWNERS}
+        peaks = dict.fromkeys(OWNERS, 0)
+        for held in device.values():
+            peaks.update((owner, size) for owner, size in held.items() if size > peaks[owner])
         return cls(
             device_peak_bytes=sum(device[top].values()),
             holders=device[top],
@@ -133,11 +135,16 @@ class LedgerDiff:
     host_bytes: int
 
 
-def _by_owner(entries: tuple[Entry, ...], moments: Iterable[Moment], place: str) -> dict[Moment, dict[str, int]]:
-    """At each moment the bytes of every owner that holds any there."""
-    held: dict[Moment, dict[str, int]] = {moment: {} for moment in moments}
+_Held = dict[Moment, dict[str, int]]
+
+
+def _by_owner(entries: tuple[Entry, ...], moments: Iterable[Moment]) -> tuple[_Held, _Held]:
+    """At each moment the bytes of every owner that holds any there, on the device and on the host."""
+    device: _Held = {moment: {} for moment in moments}
+    host: _Held = {moment: {} for moment in device}
     for entry in entries:
-        if entry.place == place and entry.num_bytes:
-            for moment in held.keys() & entry.during:
-                held[moment][entry.owner] = held[moment].get(entry.owner, 0) + entry.num_bytes
-    return held
+        place, owner, num_bytes = (device if entry.place == "device" else host), entry.owner, entry.num_bytes
+        for moment in entry.during if num_bytes else ():
+            if (held := place.get(moment)) is not None:
+                held[owner] = held.get(owner, 0) + num_bytes
+    return device, host

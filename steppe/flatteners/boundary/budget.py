@@ -285,11 +285,14 @@ def _refuse(what: str, got: object, allowed: str, remedy: str) -> NoReturn:
 
 
 def fitted(shape: RunShape, machine: MachineShape, device_room: int, host_room: int) -> BoundaryPolicy | None:
-    """The fastest policy within so many bytes of one rank's device and host, from the machine's rates; None: none."""
+    """The fastest policy within so many bytes of one rank's device and host, from the machine's rates.
+
+    None: none fits, or every boundary may stay where it is, which is no schedule.
+    """
     pinned, blocks = pinned_bytes(shape, BoundaryPolicy()), shape.model.num_moe_layers
     device_room, host_room = device_room - 2 * pinned, host_room - max(0, blocks - 1) * pinned
     found = plan_equal(boundaries(shape, machine), device_room, host_room)
-    if isinstance(found, NoPlan):
+    if isinstance(found, NoPlan) or set(found.choices) == {"keep"}:
         return None
     default = max(CHOICES, key=found.choices.count)
     named = {index: choice for index, choice in enumerate(found.choices) if choice != default}

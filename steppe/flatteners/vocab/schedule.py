@@ -115,27 +115,33 @@ def wire(schedule: str, head: Head, rank: int) -> Wire:
     one_pass (P-1) N H b forward and (P-1) N H 4 for the gradients (formed in the forward);
     weights (P-1) V_r H b forward, (P-1) V_r H (b+4) backward; activations (P-1) N H b and (P-1) N H (b+4).
     """
-    others = [peer for peer in range(head.ranks) if peer != rank]
-    # A travelling block takes P-1 hops: what a rank visits last it doesn't pass on.
-    passed = [peer for peer in range(head.ranks) if peer != (rank + 1) % head.ranks]
+    others = head.ranks - 1
     width, state = head.hidden, head.state_bytes
     if schedule in ("local", "one_pass"):
-        own, theirs = head.rows[rank] * len(others), sum(head.rows[peer] for peer in others)
+        rows = sum(head.rows)
+        own, theirs = head.rows[rank] * others, rows - head.rows[rank]
         grads = theirs * width * state if head.hidden_grad else 0
-        side = own * LABEL_BYTES + len(others) * sum(head.rows) * head.num_fields * state
+        side = own * LABEL_BYTES + others * rows * head.num_fields * state
         return Wire(own * width * head.hidden_bytes + grads, 0, side)
     turns = 1 + int(head.grad)
     if schedule == "weights":
-        sent, homed = (sum(head.shards[peer] for peer in some) for some in (passed, others))
+        sent, homed = _passed_on(head.shards, rank)
         out = sent * width * head.weight_bytes
         home = homed * width * state if head.weight_grad else 0
         side = sent * head.num_vectors * state * turns + homed * state * int(head.bias_grad)
     else:
-        sent, homed = (sum(head.rows[peer] for peer in some) for some in (passed, others))
+        sent, homed = _passed_on(head.rows, rank)
         out = sent * width * head.hidden_bytes
         home = homed * width * state if head.hidden_grad else 0
         side = sent * (LABEL_BYTES * turns + COEFFICIENTS * state * int(head.grad)) + homed * head.num_fields * state
     return Wire(out, out + home if head.grad else 0, side)
+
+
+def _passed_on(shares: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """What `rank` passes on, and what goes home by it: all shares but its own. A travelling block takes P-1 hops: what
+    a rank visits last it doesn't pass on."""
+    total = sum(shares)
+    return total - shares[(rank + 1) % len(shares)], total - shares[rank]
 
 
 def chunk_bounds(length: int, chunk: int, index: int) -> tuple[int, int]:
