@@ -11,6 +11,7 @@ from pathlib import Path
 from steppe import __version__
 from steppe.core.errors import ConfigError, SteppeError
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")  # what matplotlib writes
 _EPILOG = "A first run: `steppe train run.toml --ranks 2`; what a run.toml holds stands in docs/training.md."
 
 
@@ -46,6 +47,10 @@ def _check_targets(args: argparse.Namespace) -> None:
                 folder = folder.parent
         else:
             folder = folder.parent
+        if name == "picture" and Path(path).suffix.lower() not in PICTURES:
+            raise ConfigError(
+                "--picture", got=path, allowed=f"a name that ends in {', '.join(PICTURES)}", remedy="end it so"
+            )
         is_file = name == "export" or not Path(path).is_dir()
         if not (is_file and folder.is_dir() and os.access(folder, os.W_OK)):
             raise ConfigError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steppe.core.errors import ConfigError
@@ -15,9 +17,9 @@ from steppe.flatteners import NAMES, half
 from steppe.planner import block
 from steppe.planner.advice import predicted_without, switch_on
 from steppe.planner.context import Context, in_words, max_context, max_context_plain, top_peak
-from steppe.planner.layouts import Job, check, check_weights_fit, layouts
+from steppe.planner.layouts import Job, check, check_weights_fit, divisors, layouts
 from steppe.planner.plan import Plan
-from steppe.planner.search import Candidate, Switch, search, search_plain, switches
+from steppe.planner.search import Candidate, Switch, search, search_plain, switches, works
 from steppe.planner.steptime import rates_to_hide
 
 MOST_RANKS = 8192
@@ -67,11 +69,12 @@ class Answer:
     switches: tuple[Switch, ...]
     sentences: tuple[str, ...]
     rates: Mapping[str, float]
+    changes: Mapping[str, Any] = field(default_factory=dict)  # keys of the config.json that the run replaces
 
     @property
     def plan(self) -> Plan:
         chosen = self.flattened.chosen
-        return Plan.of(self.model, chosen.shape, chosen.policies)
+        return Plan.of(self.model, chosen.shape, chosen.policies, self.changes)
 
     def to_json(self) -> dict[str, Any]:
         """The stable keys of `--json`."""
@@ -92,7 +95,7 @@ def answer(model: str, job: Job) -> Answer:
     """Search plain and flattened, and say why. Raises: ConfigError for groups that can't be, weights that don't fit."""
     check(job)
     _check_forced(job)
-    check_weights_fit(job, job.machine.device_memory_bytes)
+    check_weights_fit(job, job.machine.device_memory_bytes, lambda: _smallest_world(job))
     plain = Side(search_plain(job), max_context_plain(job))
     flattened = Side(search(job), max_context(job))
     chosen = flattened.chosen
@@ -115,13 +118,14 @@ def _check_forced(job: Job) -> None:
 
 def _sentences(job: Job, plain: Side, flattened: Side) -> list[str]:
     shape = flattened.chosen.shape
-    told = [*_groups(shape)]
+    told = [*_groups(shape), *_padding(job, plain, shape)]
     if block.scores_are_materialised(shape):
-        told.append(
-            "attention: scores are materialised, since this model's attention sinks have no fused backward in eager "
-            "code; with --attention fused (a kernel that knows sinks) they take no memory"
-        )
-    if shape.model.has_router_loss:
+        why, kernel = "as was asked for", "a flash-like kernel"
+        if job.attention == "auto":
+            why = "since this model's attention sinks have no fused backward in eager code"
+            kernel = "a kernel that knows sinks"
+        told.append(f"attention: scores are materialised, {why}; with --attention fused ({kernel}) they take no memory")
+    if shape.model.has_router_loss and shape.model.num_moe_layers:
         how = "builds a one-hot of all layers" if shape.model.has_router_one_hot else "counts experts layer by layer"
         told.append(f"router loss: plain transformers {how} (--transformers says which version; since 5.16 it counts)")
     if not plain.chosen.fits:
@@ -147,6 +151,16 @@ def _groups(shape: RunShape) -> list[str]:
     return told
 
 
+def _padding(job: Job, plain: Side, shape: RunShape) -> list[str]:
+    """A length that W and the heads could split over more ranks, were it padded."""
+    splits, seq_len = [n for n in divisors(job.world) if job.model.num_heads % n == 0], job.batch.seq_len
+    here = max(n for n in splits if seq_len % n == 0)
+    if job.sequence is not None or here == splits[-1] or (plain.chosen.fits and shape.mesh.sequence < here):
+        return []
+    padded = -(-seq_len // splits[-1]) * splits[-1]
+    return [f"S {seq_len:,} divides over {here} ranks at most; padded to {padded:,} it divides over {splits[-1]}"]
+
+
 def _shortage(seen: Candidate) -> str:
     """Which peak doesn't fit, by how many bytes, at which moment."""
     ledger, peak = seen.forecast.ledger, top_peak(seen)
@@ -162,20 +176,25 @@ def _shortage(seen: Candidate) -> str:
 def _ceiling(job: Job, flattened: Side) -> str:
     """When switches don't help: the tokens that a rank holds against what fits."""
     shape, longest = flattened.chosen.shape, flattened.context
-    have = shape.tokens_per_rank
-    fits = job.batch.batch * longest.num_tokens // shape.mesh.sequence
-    return (
+    asked = (
         f"batch x seqlen: {job.batch.batch} x {format_tokens(job.batch.seq_len)} over D {shape.mesh.sequence} is "
-        f"N {have:,}; the working-set ceiling of this machine is about N {fits:,} "
-        f"(S {format_tokens(longest.num_tokens)}, stopped by {in_words(longest.stopped_by)})"
+        f"N {shape.tokens_per_rank:,}"
+    )
+    if not longest.num_tokens:
+        return f"{asked}; no length fits on W {job.world}: {in_words(longest.stopped_by)} is too large at any"
+    split = next(layouts(job.with_seq_len(longest.num_tokens), longest_first=True)).mesh.sequence
+    most = job.batch.batch * longest.num_tokens // split
+    return (
+        f"{asked}; the working-set ceiling of this machine is about N {most:,} "
+        f"(S {format_tokens(longest.num_tokens)} over D {split}, stopped by {in_words(longest.stopped_by)})"
     )
 
 
 def _smallest_world(job: Job) -> str:
-    world = job.world
-    while world <= MOST_RANKS:
-        world *= 2
-        free = Job(**{**vars(job), "world": world, "expert": None, "sequence": None, "vocab": None})
-        if search(free).fits:
-            return f"the smallest W that works, doubling from {job.world}: {world}"
-    return f"no W up to {MOST_RANKS} works at this length: shorten it or take devices with more memory"
+    """The smallest doubling of W at which some plan fits; what a rank holds falls with W, so by halving."""
+    worlds = list(itertools.takewhile(lambda w: w <= MOST_RANKS, (job.world << n for n in itertools.count(1))))
+    open_groups = replace(job, expert=None, sequence=None, vocab=None)
+    if not worlds or not works(open_groups.with_world(worlds[-1])):
+        return f"no W up to {MOST_RANKS} works at this length: shorten it or take devices with more memory"
+    place = bisect.bisect_left(worlds[:-1], True, key=lambda world: works(open_groups.with_world(world)))
+    return f"the smallest W that works, doubling from {job.world}: {worlds[place]}"

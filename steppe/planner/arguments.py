@@ -140,11 +140,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for what, about in (
         ("weight", "parameters as they are stored"),
-        ("gradient", "gradients as they are kept"),
         ("state", "master weights and both moments"),
     ):
         default = "float32" if what == "state" else "bfloat16"
         run.add_argument(f"--{what}-dtype", choices=_DTYPES, default=default, help=f"{about} (%(default)s)")
+    run.add_argument("--gradient-dtype", choices=_DTYPES, help="gradients as they are kept (as parameters are stored)")
     run.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="activations (%(default)s)")
 
 
@@ -188,6 +188,7 @@ def worlds(text: str) -> list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
+    found = list(dict.fromkeys(found))
     if not found or min(found) < 1 or max(found) > MOST_DEVICES:
         raise ConfigError(
             "--ranks", got=repr(text), allowed=f"numbers of devices, 1 to {MOST_DEVICES:,}, as 64 or 8,16,64",

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from steppe.core.errors import ConfigError
 from steppe.core.parameters import total_parameters
@@ -30,14 +30,62 @@ def plan(args: argparse.Namespace) -> int:
     from steppe.planner.report import report, sweep_report
 
     numbers, args = worlds(args.ranks), read(args)
-    answers = [answer(args.model, _job(args, world)) for world in numbers]
-    if args.json:
-        told = [a.to_json() for a in answers]
-        print(json.dumps(told[0] if len(told) == 1 else {"sweep": told}, indent=2))
+    _check_out(args)
+    answers, refused = _answers(args, numbers)
+    if len(numbers) == 1:
+        print(json.dumps(answers[0].to_json(), indent=2) if args.json else report(answers[0]))
+    elif args.json:
+        told = {a.job.world: a.to_json() for a in answers}
+        told |= {world: {"ranks": world, "refused": why} for world, why in refused.items()}
+        print(json.dumps({"sweep": [told[world] for world in numbers]}, indent=2))
     else:
-        print(report(answers[0]) if len(answers) == 1 else sweep_report(answers))
+        print(sweep_report(answers, refused))
     _write(args, answers[-1])
     return 0
+
+
+def _answers(args: argparse.Namespace, numbers: list[int]) -> tuple[list[Answer], dict[int, str]]:
+    """An answer for each number of ranks, or why that one can't be. Raises: ConfigError when none can."""
+    answers, refused = [], {}
+    changes = _changes(args) if args.out or args.json else {}
+    for world in numbers:
+        try:
+            answers.append(replace(answer(args.model, _job(args, world)), changes=changes))
+        except ConfigError as refusal:
+            if world == numbers[-1] and not answers:
+                raise
+            refused[world] = str(refusal)
+    return answers, refused
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Refuse to write as a plan what `steppe train` doesn't run: it would be another run's. Raises: ConfigError."""
+    if args.out is None:
+        return
+    for flag, got, runs in (
+        ("--zero", args.zero, 3),
+        ("--gradient-dtype", _dtypes(args).gradient, args.weight_dtype),
+        ("--state-dtype", args.state_dtype, "float32"),
+    ):
+        if got != runs:
+            raise ConfigError(
+                f"{flag} with --out", got=got, allowed=f"{runs}, which is what steppe train runs",
+                remedy=f"leave {flag} or --out out",
+            )  # fmt: skip
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys that the run replaces in its config.json, its longest position among them."""
+    from steppe.planner.models import longest_position
+
+    changes: dict[str, Any] = {}
+    if args.seq_len > longest_position(args.model):
+        changes["max_position_embeddings"] = args.seq_len
+    if args.vocab:
+        changes["vocab_size"] = args.vocab
+    if args.router_loss:
+        changes["output_router_logits"] = True
+    return changes
 
 
 def _write(args: argparse.Namespace, told: Answer) -> None:
@@ -131,6 +179,9 @@ def _model(args: argparse.Namespace) -> ModelShape:
     from steppe.planner.models import installed_transformers, load_model, with_router_loss
 
     model = load_model(args.model)
+    if args.router_loss and not model.num_experts:
+        raise ConfigError("--router-loss", got=f"a {model.model_type} model, which has no router",
+                          allowed="a model with experts", remedy="leave it out")  # fmt: skip
     if model.has_router_loss or args.router_loss:
         model = with_router_loss(model, args.transformers or installed_transformers() or NEWEST_TRANSFORMERS)
     return replace(model, vocab=args.vocab) if args.vocab else model
@@ -141,7 +192,7 @@ def _batch(args: argparse.Namespace) -> BatchShape:
 
 
 def _dtypes(args: argparse.Namespace) -> Dtypes:
-    return Dtypes(args.weight_dtype, args.gradient_dtype, args.state_dtype, args.dtype)
+    return Dtypes(args.weight_dtype, args.gradient_dtype or args.weight_dtype, args.state_dtype, args.dtype)
 
 
 def _forced(args: argparse.Namespace) -> tuple[tuple[str, bool], ...]:

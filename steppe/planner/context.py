@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from steppe.core.ledger import PEAKS
+from steppe.core.policy import Off
 from steppe.planner.layouts import Job, divisors, layouts
 from steppe.planner.predict import PLAIN, Policies
 from steppe.planner.search import Candidate, candidate, programs
@@ -27,7 +28,10 @@ _NOTHING = Context(0, "", 2**62)
 
 
 def max_context(job: Job) -> Context:
-    """The longest context of any layout under any program that may run, the one with most switches tried first."""
+    """The longest context of any layout under any program that may run, the one with most switches tried first.
+
+    Policies as they are, not fitted into the host: where its memory stops the run, `search` may go a little further.
+    """
     return _longest(job, _all_programs)
 
 
@@ -37,7 +41,19 @@ def max_context_plain(job: Job) -> Context:
 
 
 def _all_programs(job: Job) -> tuple[Policies, ...]:
-    return programs(job, next(layouts(job, longest_first=True)))[::-1]
+    """Every program that some layout may run at the longest length: at short ones less pays, so these are all."""
+    longest = job.with_seq_len(_most(_step(job)))
+    found = [way for shape in layouts(longest, longest_first=True) for way in programs(longest, shape)]
+    unlike = {tuple(way.items()): way for way in found}.values()
+    return tuple(sorted(unlike, key=lambda way: -_num_on(way)))
+
+
+def _num_on(policies: Policies) -> int:
+    return sum(not isinstance(policy, Off) for policy in policies.values())
+
+
+def _most(step: int) -> int:
+    return LONGEST // step * step
 
 
 def _rank(context: Context) -> tuple[int, int]:
@@ -74,12 +90,12 @@ def _at(job: Job, sequence: int, expert: int, vocab: int, policies: Policies) ->
 def _boundary_of(at: Callable[[int], Candidate], step: int, known: int) -> Context:
     """The last step that fits. The ledger grows with S, nearly in proportion, so the line through the two ends is a
     good guess of where it meets the memory; a guess that falls short is followed by a halving."""
-    low, high = max(known, step), LONGEST
+    low, high = max(known, step), _most(step)
     if not at(low).fits:
         return _stopped(0, at(step))
     beyond = at(high)
     if beyond.fits:
-        return Context(high, "", 0)
+        return Context(LONGEST, "", 0)
     guess = True
     while high - low > step:
         middle = _guess(at(low), beyond, low, high, step) if guess else (low + high) // 2

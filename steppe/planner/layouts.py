@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from steppe.core.errors import ConfigError
@@ -100,8 +100,11 @@ def _vocab_groups(job: Job) -> tuple[int, ...]:
     return tuple(sorted({max(n for n in all_of_them if n <= most) for most in (job.ranks_per_node, LARGEST_RING)}))
 
 
-def check_weights_fit(job: Job, usable_bytes: int) -> None:
-    """Refuse a job whose weights alone don't fit. Raises: ConfigError with bytes missing and the smallest W."""
+def check_weights_fit(job: Job, usable_bytes: int, smallest: Callable[[], str]) -> None:
+    """Refuse a job whose weights alone don't fit; `smallest` says which W the whole run takes.
+
+    Raises: ConfigError with bytes missing, the smallest W that holds the weights and the one that works.
+    """
     total = total_parameters(job.model) * job.dtypes.weight_bytes
     shard = -(-total // job.world) if job.zero >= 3 else total // (job.expert or 1)
     if shard > usable_bytes:
@@ -110,5 +113,5 @@ def check_weights_fit(job: Job, usable_bytes: int) -> None:
             remedy = f"shard the weights (ZeRO-3, FSDP2); then {remedy}"
         raise ConfigError(
             "weights", got=f"{format_bytes(shard)} a rank, {format_bytes(shard - usable_bytes)} too many",
-            allowed=f"{format_bytes(usable_bytes)} of device memory", remedy=remedy,
+            allowed=f"{format_bytes(usable_bytes)} of device memory", remedy=f"{remedy}; {smallest()}",
         )  # fmt: skip

@@ -92,6 +92,12 @@ def model_path(name: str | Path) -> Path:
     return path
 
 
+def longest_position(name: str | Path) -> int:
+    """The `max_position_embeddings` of a config, 0 where it has none. Raises: ConfigError as `load_model`."""
+    longest = _read(model_path(name)).get("max_position_embeddings")
+    return longest if isinstance(longest, int) else 0
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

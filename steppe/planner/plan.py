@@ -25,15 +25,25 @@ class Plan:
     mesh: MeshShape
     dtypes: Dtypes = field(default_factory=Dtypes)
     policies: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(NAMES, OFF))
+    shape: Mapping[str, Any] = field(default_factory=dict)  # keys of the config.json that the run replaces
+    attention: str = "auto"  # or "eager", where scores are materialised because that was asked for
 
     @classmethod
-    def of(cls, model: str, shape: RunShape, policies: Mapping[str, Any]) -> Plan:
-        return cls(model, shape.batch, shape.mesh, shape.dtypes, {n: policies.get(n, OFF) for n in NAMES})
+    def of(
+        cls, model: str, shape: RunShape, policies: Mapping[str, Any], changes: Mapping[str, Any] | None = None
+    ) -> Plan:
+        attention = "eager" if shape.attention == "materialised" else "auto"
+        named = {name: policies.get(name, OFF) for name in NAMES}
+        return cls(model, shape.batch, shape.mesh, shape.dtypes, named, dict(changes or {}), attention)
 
     def to_tables(self) -> dict[str, Any]:
         """The tables of a run.toml; what it doesn't name (data, rates) is added by the user."""
+        told = {
+            **({"attention": self.attention} if self.attention != "auto" else {}),
+            **({"shape": dict(self.shape)} if self.shape else {}),
+        }
         return {
-            "model": {"config": self.model, "dtype": self.dtypes.weight},
+            "model": {"config": self.model, "dtype": self.dtypes.weight, **told},
             "data": {"seq_len": self.batch.seq_len},
             "train": {
                 "batch": self.batch.batch,
@@ -66,6 +76,8 @@ class Plan:
             mesh=MeshShape(launch.get("ranks", 1), **{k: launch.get(k, 1) for k in ("sequence", "expert", "vocab")}),
             dtypes=Dtypes(weight=weight, gradient=weight, activation=train.get("dtype", "bfloat16")),
             policies={name: policy_from(name, flatten.get(name, "off")) for name in NAMES},
+            shape=dict(model.get("shape", {})),
+            attention=model.get("attention", "auto"),
         )
 
 

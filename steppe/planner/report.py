@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from steppe.core.ledger import PEAKS
 from steppe.core.units import format_bytes, format_tokens
@@ -86,8 +86,8 @@ def _rates(told: Answer) -> Iterator[str]:
         yield f"to keep the update on the host within a tenth of the step: {rate:.1f} GB/s of host memory a node"
 
 
-def sweep_report(answers: Sequence[Answer]) -> str:
-    """Several numbers of ranks side by side, and which peaks fall when devices double."""
+def sweep_report(answers: Sequence[Answer], refused: Mapping[int, str]) -> str:
+    """Several numbers of ranks side by side, which peaks fall when devices double, and why some numbers can't be."""
     head = [
         "ranks",
         *(f"{name}, plain" for name in PEAKS),
@@ -98,7 +98,8 @@ def sweep_report(answers: Sequence[Answer]) -> str:
         "on",
     ]
     lines = table(head, (_sweep_row(told) for told in answers))
-    return "\n".join((*lines, "", *(f"* {line}" for line in falls(answers))))
+    said = (*falls(answers), *(f"{world} ranks: {why}" for world, why in refused.items()))
+    return "\n".join((*lines, "", *(f"* {line}" for line in said)))
 
 
 def _sweep_row(told: Answer) -> Sequence[str]:
@@ -118,9 +119,9 @@ def _sweep_row(told: Answer) -> Sequence[str]:
 
 def falls(answers: Sequence[Answer]) -> Iterator[str]:
     """What more devices do to each plain peak, and which one hits the ceiling at the largest number."""
-    first, last = answers[0], answers[-1]
     if len(answers) < 2:
         return
+    first, *_, last = sorted(answers, key=lambda told: told.job.world)
     factor = last.job.world / first.job.world
     for name in PEAKS:
         before, after = first.plain.peaks[name], last.plain.peaks[name]

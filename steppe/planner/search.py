@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from steppe.core.policy import OFF, Off, Verdict
@@ -28,7 +29,12 @@ class Candidate:
     shape: RunShape
     policies: Policies
     forecast: Forecast
-    time: StepTime
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Asked for only where the candidate fits, which most of a search's don't."""
+        hidden, again = hidden_parts(self.policies), recompute_seconds(self.shape, self.policies)
+        return step_time(self.shape, self.forecast.ledger, hidden, again)
 
     @property
     def device_missing(self) -> int:
@@ -48,9 +54,7 @@ class Candidate:
 
 
 def candidate(shape: RunShape, policies: Policies, without: frozenset[str] = frozenset()) -> Candidate:
-    seen = forecast(shape, policies, without=without)
-    time = step_time(shape, seen.ledger, hidden_parts(policies), recompute_seconds(shape, policies))
-    return Candidate(shape, policies, seen, time)
+    return Candidate(shape, policies, forecast(shape, policies, without=without))
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,22 @@ def programs(job: Job, shape: RunShape) -> tuple[Policies, ...]:
 def search(job: Job) -> Candidate:
     """The fastest candidate that fits, the fewest switches among equally fast; the smallest one when none fits."""
     return tuned(job, _best(job, lambda shape: programs(job, shape)))
+
+
+def works(job: Job) -> bool:
+    """Whether some plan fits, on the layouts that leave each rank the fewest tokens; the one with most switches first.
+
+    The answer that `search` gives, without looking for the fastest one.
+    """
+    smallest: Candidate | None = None
+    for shape in tuple(layouts(job, longest_first=True))[::-1]:
+        for policies in programs(job, shape)[::-1]:
+            seen = candidate(shape, policies, job.without)
+            if seen.fits:
+                return True
+            if smallest is None or _need(seen) < _need(smallest):
+                smallest = seen
+    return smallest is not None and tuned(job, smallest).fits
 
 
 def tuned(job: Job, seen: Candidate) -> Candidate:
@@ -165,7 +185,20 @@ def _switch(name: str, job: Job, chosen: Candidate, now: Verdict, pressed: Verdi
     if pressed.on and chosen.fits:
         room = chosen.shape.machine.device_memory_bytes - chosen.forecast.device_peak_bytes
         return Switch(name, False, f"not needed: the run fits with {format_bytes(room)} to spare; {now.why}")
+    if pressed.on:
+        return Switch(name, False, f"{_no_help(name, job, chosen)}; {now.why}")
     return Switch(name, False, now.why)
+
+
+def _no_help(name: str, job: Job, chosen: Candidate) -> str:
+    """Why a switch that can pay is off in a run that doesn't fit whatever is on."""
+    with_it = candidate(chosen.shape, {**chosen.policies, name: policies_of(name)[0]}, job.without)
+    what = [
+        f"the {place} still misses {format_bytes(missing)}"
+        for place, missing in (("device", with_it.device_missing), ("host", with_it.host_missing))
+        if missing
+    ]
+    return f"no help: with it {' and '.join(what) or 'nothing fits sooner'}"
 
 
 def _saving(name: str, job: Job, chosen: Candidate) -> str:

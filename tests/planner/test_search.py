@@ -15,7 +15,7 @@ from steppe.flatteners import DECISION_ORDER, NAMES
 from steppe.planner.advice import predicted_without
 from steppe.planner.answer import answer
 from steppe.planner.context import max_context, max_context_plain, top_peak
-from steppe.planner.layouts import Job, check_weights_fit, layouts
+from steppe.planner.layouts import Job, layouts
 from steppe.planner.models import load_model
 from steppe.planner.search import candidate, search, search_plain, switches, verdicts
 
@@ -173,8 +173,9 @@ def test_when_nothing_helps_the_ceiling_and_the_smallest_job_are_named() -> None
 
 
 def test_weights_that_dont_fit_are_refused_with_the_smallest_number_of_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"weights: got 156\.24 GiB a rank.*smallest W that holds the weights is 10"):
-        check_weights_fit(job("deepseek-v3", 8), H200.device_memory_bytes)
+    message = r"weights: got 156\.24 GiB a rank.*that holds the weights is 10; the smallest W that works.*: 64"
+    with pytest.raises(ConfigError, match=message):
+        answer("deepseek-v3", job("deepseek-v3", 8))
 
 
 @pytest.mark.parametrize(
