@@ -48,6 +48,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--fused-adamw", action="store_true",
         help="plain AdamW is fused or looped: without foreach's transient of 4 bytes a parameter",
     )  # fmt: skip
+    for flag in ("--tp", "--pp", "--etp"):  # other stacks': refused with what steppe has instead
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
     out.add_argument(

@@ -31,6 +31,7 @@ def plan(args: argparse.Namespace) -> int:
 
     numbers, args = worlds(args.ranks), read(args)
     _check_out(args)
+    _check_own_groups(args)
     answers, refused = _answers(args, numbers)
     if len(numbers) == 1:
         print(json.dumps(answers[0].to_json(), indent=2) if args.json else report(answers[0]))
@@ -145,7 +146,9 @@ def _explained(printed: Printed, found: Sequence[Reading]) -> Iterator[str]:
 
 
 def _explained_shape(args: argparse.Namespace) -> RunShape:
-    (ranks,) = worlds(args.ranks)[:1]
+    ranks, *more = worlds(args.ranks)
+    if more:
+        raise ConfigError("--ranks", got=args.ranks, allowed="one number of devices", remedy="give the run's own")
     mesh = MeshShape(
         ranks, args.sequence or 1, args.expert or 1, args.vocab_ranks or 1, args.tp, args.pp, args.ranks_per_node,
         args.zero,
@@ -162,8 +165,30 @@ def _explained_shape(args: argparse.Namespace) -> RunShape:
             raise ConfigError(flag, got=got, allowed=f"a divisor of {what} {of}", remedy="check it")
     if args.pp > model.num_layers:
         raise ConfigError("--pp", got=args.pp, allowed=f"at most the {model.num_layers} layers", remedy="check it")
+    _check_groups(args, ranks, model)
     model = replace(model, expert_width=model.expert_width // args.etp)
     return RunShape(model, _batch(args), mesh, MachineShape(), _dtypes(args), args.attention)
+
+
+def _check_groups(args: argparse.Namespace, ranks: int, model: ModelShape) -> None:
+    """Groups that a launcher would refuse: its ranks are TP x PP x CP x data parallel. Raises: ConfigError."""
+    shared = args.tp * args.pp * (args.sequence or 1)
+    if ranks % shared:
+        raise ConfigError("--ranks", got=ranks, allowed=f"a multiple of TP x PP x CP, {shared}",
+                          remedy="give the devices of the whole job")  # fmt: skip
+    if args.expert and (model.num_experts or 1) % args.expert:
+        raise ConfigError("--expert", got=args.expert, allowed=f"a divisor of the {model.num_experts or 1} experts",
+                          remedy="check it")  # fmt: skip
+
+
+def _check_own_groups(args: argparse.Namespace) -> None:
+    """Groups of other stacks that steppe has none of. Raises: ConfigError."""
+    for flag, got in (("--tp", args.tp), ("--pp", args.pp), ("--etp", args.etp)):
+        if got not in (None, 1):
+            raise ConfigError(
+                flag, got=got, allowed="1: steppe shards over FSDP2, --sequence (CP), --expert (EP) and --vocab-ranks",
+                remedy=f"leave {flag} out; `steppe explain` reads other stacks' runs",
+            )  # fmt: skip
 
 
 def _job(args: argparse.Namespace, world: int) -> Job:
@@ -219,6 +244,7 @@ def _machine(args: argparse.Namespace) -> MachineShape:
     if usable <= 0:
         raise ConfigError(
             "--device-memory", got=format_bytes(shape.device_memory_bytes),
-            allowed=f"more than the {format_bytes(args.reserve)} kept free", remedy="lower --reserve",
+            allowed=f"more than the {format_bytes(args.reserve)} kept free",
+            remedy="write its unit, as 141GB, or lower --reserve",
         )  # fmt: skip
     return replace(shape, device_memory_bytes=usable)

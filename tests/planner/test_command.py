@@ -249,7 +249,9 @@ def test_other_stacks_words_describe_their_runs(capsys: pytest.CaptureFixture[st
         (["--link", "0GB/s"], "--link: got 0GB/s"),
         (["--network", "400Gb/s"], "8 Gb are 1 GB"),  # links are sold in bits
         (["--device-memory=-80GB"], "--device-memory: got '-80GB'"),
-        (["--device-memory", "80"], "kept free"),
+        (["--device-memory", "80"], "write its unit, as 141GB"),
+        (["--tp", "8"], "steppe shards over FSDP2"),
+        (["--pp", "two"], "--pp: got 'two'"),
         (["--host-memory", "0"], "--host-memory: got 0"),
         (["--router-loss", "--transformers", "main"], "5.15 or 4.57.1"),
         (["--machine", "no-such.toml"], "no-such.toml"),
@@ -274,6 +276,9 @@ def test_numbers_that_no_run_has_are_refused_with_their_flag(
         (["--parameters", "nan"], "--parameters: got nan"),
         (["--ranks", "0"], "--ranks: got '0'"),
         (["--ranks", "8", "--sequence", "3"], "group size D: got 3"),
+        (["--ranks", "8,16"], "one number of devices"),
+        (["--ranks", "16", "--tp", "4", "--pp", "8"], "a multiple of TP x PP x CP, 32"),
+        (["--ranks", "48", "--ep", "48"], "a divisor of the 128 experts"),
     ],
 )
 def test_explain_refuses_groups_that_no_run_has(
