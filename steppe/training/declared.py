@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, RunShape
 from steppe.core.units import parse_bytes
 from steppe.planner.models import shape_from_config
@@ -29,7 +30,9 @@ def working_set(config: RunConfig, model_config: Any, ranks: int, device: torch.
     memory = _device_memory(config, device)
     if memory is None:
         return None
-    dtypes = Dtypes(weight=config.model.dtype, gradient=config.model.dtype, activation=config.train.dtype)
+    own = config.model.dtype
+    state = own if config.flatten["optimizer"] == OFF else "float32"  # torch's AdamW keeps its moments as the weights
+    dtypes = Dtypes(weight=own, gradient=own, state=state, activation=config.train.dtype)
     shape = RunShape(
         model=shape_from_config(model_config.to_dict()),
         batch=BatchShape(config.data.seq_len, config.train.batch, config.train.micro_batches),

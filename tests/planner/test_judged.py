@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from steppe.flatteners import NAMES
+from steppe.planner.predict import predict
 from steppe.training.loop import Trainer
 from tests.planner.test_measured import Case
 from tests.training.toys import toy_run
@@ -29,6 +30,17 @@ def test_a_run_that_is_as_predicted_is_not_warned_of(tmp_path: Path) -> None:
     trainer = Trainer(toy_run(tmp_path, launch={"device_memory": "80GB"}))
     assert trainer.declared is not None
     assert not any(told_by(trainer).values())
+
+
+def test_a_plain_run_is_predicted_with_its_moments_in_the_type_of_its_weights(tmp_path: Path) -> None:
+    """torch's AdamW makes no float32 masters of bfloat16 weights."""
+    narrow = {"dtype": "bfloat16"}
+    trainer = Trainer(toy_run(tmp_path, launch={"device_memory": "80GB"}, model=narrow, train=narrow))
+    assert trainer.declared is not None
+    moments = [s for own in trainer.optimizer.state.values() for s in own.values() if s.ndim]
+    entries = predict(trainer.declared.shape, trainer.config.flatten).entries
+    predicted = sum(e.num_bytes for e in entries if e.owner == "optimizer" and e.tensor != "foreach transient")
+    assert predicted == sum(moment.numel() * moment.element_size() for moment in moments)
 
 
 def test_steps_one_and_three_are_warned_of_in_one_line_each(tmp_path: Path) -> None:
