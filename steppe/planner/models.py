@@ -20,6 +20,7 @@ MOE: Final = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "deepseek_
 KNOWN: Final = (*DENSE, *MOE)
 
 _LARGEST: Final = 10**9  # of any width or count
+_MOST_LAYERS: Final = 1024  # what stands for each layer, as a plan of boundaries does, takes time for more
 COUNTS_EXPERTS: Final = (5, 16)  # the first transformers whose auxiliary loss counts experts layer by layer
 
 # Differences that a config.json leaves to the modelling code of its type.
@@ -131,7 +132,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     shape = ModelShape(
         model_type=kind,
         hidden=_width(config, "hidden_size"),
-        num_layers=_width(config, "num_hidden_layers"),
+        num_layers=_layers(config),
         vocab=_width(config, "vocab_size"),
         num_heads=_width(config, "num_attention_heads"),
         num_kv_heads=_width(config, "num_key_value_heads", "num_attention_heads"),
@@ -176,6 +177,13 @@ def _width(config: Mapping[str, Any], key: str, otherwise: str = "") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         _refuse(key, value, "a positive integer")
     return value
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    layers = _width(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        _refuse("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
+    return layers
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
@@ -240,7 +248,7 @@ def _dense_layers(config: Mapping[str, Any]) -> int:
     listed, every = config.get("mlp_only_layers") or (), _count(config, "decoder_sparse_step") or 1
     if not isinstance(listed, Sequence) or not all(isinstance(index, int) for index in listed):
         _refuse("mlp_only_layers", listed, "a list of layer numbers")
-    layers = range(_width(config, "num_hidden_layers"))
+    layers = range(_layers(config))
     skipped = [index for index in layers if index in listed or (index + 1) % every]
     return _count(config, "first_k_dense_replace") or len(skipped)
 

@@ -96,6 +96,8 @@ def test_blocks_that_qwen_leaves_without_experts_are_dense(changes: dict[str, An
         ("qwen3-4b", {"num_attention_heads": 0}, "num_attention_heads"),
         ("qwen3-4b", {"num_key_value_heads": 7}, "a divisor of the 32 attention heads"),
         ("qwen3-4b", {"vocab_size": 10**12}, "a positive integer"),
+        ("qwen3-4b", {"num_hidden_layers": 10**9}, "at most 1024"),
+        ("qwen3-30b-a3b", {"num_hidden_layers": 10**9}, "at most 1024"),
         ("qwen3-4b", {"model_type": None}, "qwen3_moe"),
         ("qwen3-30b-a3b", {"num_experts": 0}, "num_experts"),
         ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "at most the 128 experts"),
