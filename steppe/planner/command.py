@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from steppe.core.errors import ConfigError
 from steppe.core.parameters import total_parameters
+from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, MeshShape, ModelShape, RunShape
 from steppe.core.units import format_bytes
 from steppe.planner.answer import Answer, answer
@@ -101,6 +102,10 @@ def _write(args: argparse.Namespace, told: Answer) -> None:
             f"{args.model} on {told.job.world} ranks: predicted device peak {peak}.{fits}",
             "steppe train takes it.",
         )
+        if told.plan.policies["optimizer"] == OFF and args.weight_dtype != args.state_dtype:
+            lines += (
+                f"Its own AdamW keeps both moments in {args.weight_dtype}, without masters: less than predicted.",
+            )
         write_plan(replace(told.plan, model=str(model_path(args.model))), args.out, comments=lines)
     if args.picture is not None:
         draw(told, args.picture)

@@ -142,6 +142,14 @@ def test_a_plan_carries_what_the_run_changes_in_its_config(capsys: pytest.Captur
     assert plan.attention == "eager"
 
 
+def test_a_plan_with_torchs_adamw_says_that_it_has_no_masters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for flags, said in (([], True), (["--weight-dtype", "float32"], False)):
+        run(capsys, "plan", "qwen3-4b", "--seq-len", "8K", *flags, "--out", str(tmp_path / "plan.toml"))
+        assert ("keeps both moments in bfloat16" in (tmp_path / "plan.toml").read_text()) is said
+
+
 def test_the_training_program_takes_a_plan_longer_than_the_models_positions(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
