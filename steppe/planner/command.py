@@ -98,7 +98,7 @@ def _write(args: argparse.Namespace, told: Answer) -> None:
     if args.out is not None:
         peak = format_bytes(told.flattened.chosen.forecast.device_peak_bytes)
         fits = "" if told.flattened.chosen.fits else " It doesn't fit."
-        lines = (
+        lines: tuple[str, ...] = (
             f"{args.model} on {told.job.world} ranks: predicted device peak {peak}.{fits}",
             "steppe train takes it.",
         )
