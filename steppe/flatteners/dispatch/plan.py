@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -38,10 +39,15 @@ class Plan:
         """Experts that live on each rank."""
         return self.num_experts // self.num_ranks
 
-    @property
+    @cached_property
     def owner(self) -> Ints:
         """The rank at which each piece's expert lives, [P]."""
         return self.expert // self.num_native
+
+    @cached_property
+    def first_piece(self) -> NDArray[np.intp]:
+        """The first piece of each rank, [E_p]: every rank has its natives."""
+        return np.searchsorted(self.dest, np.arange(self.num_ranks))
 
     @property
     def num_transfers(self) -> int:

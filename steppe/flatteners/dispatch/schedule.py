@@ -60,11 +60,11 @@ class Layout:
 def lay_out(counts: Ints, plan: Plan, *, chunk_rows: int, spill_slots: int = 2) -> Layout:
     """Cut the plan into chunks of at most `chunk_rows + E_p` rows sent and received by any rank."""
     run, run_dest = _runs_of_pieces(plan, spill_slots // 2)
-    run_rows = _rows_of_runs(counts, plan, run, run_dest)
+    run_rows = _rows_of_runs(counts, plan, run, len(run_dest))
     arrivals = run_rows.sum(axis=0)
     needed = -(-arrivals // chunk_rows)
     per_dest = _sum_by(run_dest, needed, plan.num_ranks)
-    chunks = max(1, int(per_dest.max()), -(-int(counts.sum(axis=1).max()) // chunk_rows))
+    chunks = max(1, int(per_dest.max()), -(-int(run_rows.sum(axis=1).max()) // chunk_rows))
     spare, rows = _Spare(needed, arrivals, run_dest), run_rows.T.astype(np.float64)
     while True:
         num_chunks = spare.hand_out(chunks)
@@ -85,10 +85,10 @@ def _rows_of_pieces(counts: Ints, plan: Plan, pieces: slice | Ints) -> Ints:
     return overlap
 
 
-def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, run_dest: Ints) -> Ints:
+def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, num_runs: int) -> Ints:
     """Rows of each run at each source [E_p, Q]: the natives' counts less what moved away, and what moved in."""
     ranks = plan.num_ranks
-    rows = np.zeros((len(run_dest), ranks), np.int64)  # filled by runs, which are contiguous this way
+    rows = np.zeros((num_runs, ranks), np.int64)  # filled by runs, which are contiguous this way
     natives = np.einsum("sdm->ds", counts.reshape(ranks, ranks, plan.num_native))  # the fastest sum of a short axis
     owner = plan.owner
     moved = np.flatnonzero(owner != plan.dest)
@@ -99,8 +99,9 @@ def _rows_of_runs(counts: Ints, plan: Plan, run: Ints, run_dest: Ints) -> Ints:
         natives -= (away @ overlap).astype(np.int64)  # float64 sums of integers below 2**53 are exact
         into = run[moved]
         heads = np.flatnonzero(np.concatenate(([True], into[1:] != into[:-1])))
-        rows[into[heads]] = np.add.reduceat(overlap, heads, axis=0)
-    rows[np.searchsorted(run_dest, np.arange(ranks))] = natives
+        several = len(heads) < len(moved)  # with two spill slots every foreign expert is a run by itself
+        rows[into[heads]] = np.add.reduceat(overlap, heads, axis=0) if several else overlap
+    rows[run[plan.first_piece]] = natives
     return rows.T
 
 
@@ -108,9 +109,8 @@ def _runs_of_pieces(plan: Plan, half: int) -> tuple[Ints, Ints]:
     """Run of each piece, destination of each run."""
     foreign = plan.owner != plan.dest
     index = np.arange(len(foreign))
-    dest_start = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
-    nth_foreign = index - dest_start[plan.dest] - plan.num_native
-    opens = np.where(foreign, nth_foreign % half == 0, index == dest_start[plan.dest])
+    place = index - plan.first_piece[plan.dest]
+    opens = np.where(foreign, (place - plan.num_native) % half == 0, place == 0)
     return opens.cumsum() - 1, plan.dest[opens]
 
 
@@ -128,6 +128,8 @@ class _Spare:
         self.index = np.minimum(starts[several, None] + place, len(run_dest) - 1)
         self.present = place < num_runs[several, None]
         self.taken = np.add.reduceat(needed, starts)[several]
+        self.places = self.index[self.present]
+        self.base = np.where(self.present, needed[self.index], 0)
         self.rows = np.where(self.present, arrivals[self.index], 0)
         self.total = np.maximum(self.rows.sum(axis=1), 1)[:, None]
         self.line = np.arange(len(several))
@@ -137,10 +139,11 @@ class _Spare:
         num_chunks[self.alone] = chunks
         if not len(self.line):
             return num_chunks
-        given = num_chunks[self.index] + (chunks - self.taken)[:, None] * self.rows // self.total
-        left = chunks - np.where(self.present, given, 0).sum(axis=1)
+        given = (chunks - self.taken)[:, None] * self.rows // self.total
+        given += self.base
+        left = chunks - given.sum(axis=1)
         given[self.line, (self.rows / np.maximum(given, 1)).argmax(axis=1)] += left
-        num_chunks[self.index[self.present]] = given[self.present]
+        num_chunks[self.places] = given[self.present]
         return num_chunks
 
     def first_chunks(self, num_chunks: Ints) -> Ints:
@@ -184,14 +187,13 @@ def send_tables(layout: Layout, rank: int) -> Sends:
     first = layout.counts[:rank].sum(axis=0)[plan.expert]  # where the own routes begin in the experts' global order
     start = np.maximum(plan.start, first)
     rows = np.maximum(np.minimum(plan.stop, first + own[plan.expert]) - start, 0)
-    cut = _cut(rows[None], layout, layout.run, layout.run_rows[rank][None], slice(None))[0]
-    length = np.ascontiguousarray((cut[:, 1:] - cut[:, :-1]).T)  # [n, P]
+    cut = _cut(rows[None], layout, layout.run, layout.run_rows[rank][None], slice(None))[:, 0]
+    length = cut[1:] - cut[:-1]  # [n, P]
     order_start = (own.cumsum() - own)[plan.expert] + np.where(rows > 0, start - first, 0)
-    at = np.flatnonzero(length)
+    at = np.flatnonzero(length > 0)  # of booleans: several times faster than of integers
     chunk, piece = np.divmod(at, length.shape[1])
-    runs = _joined(order_start[piece] + cut[piece, chunk], length.reshape(-1)[at], chunk, layout.chunks)
-    dests = np.searchsorted(plan.dest, np.arange(plan.num_ranks))
-    return Sends(runs, np.add.reduceat(length, dests, axis=1).tolist())
+    runs = _joined(order_start[piece] + cut.reshape(-1)[at], length.reshape(-1)[at], chunk, layout.chunks)
+    return Sends(runs, np.add.reduceat(length, plan.first_piece, axis=1).tolist())
 
 
 def receive_tables(layout: Layout, rank: int) -> Receives:
@@ -200,7 +202,7 @@ def receive_tables(layout: Layout, rank: int) -> Receives:
     mine = slice(*np.searchsorted(plan.dest, [rank, rank + 1]))
     runs = np.flatnonzero(layout.run_dest == rank)
     cut = _cut(_rows_of_pieces(layout.counts, plan, mine), layout, layout.run[mine], layout.run_rows, runs)
-    length = np.ascontiguousarray((cut[:, :, 1:] - cut[:, :, :-1]).transpose(2, 0, 1))  # [n, E_p, P_own]
+    length = cut[1:] - cut[:-1]  # [n, E_p, P_own]
     splits = np.einsum("jsp->js", length)
     gather, scatter = _permutations(length, splits.sum(axis=1))
     first = np.searchsorted(layout.run[mine], runs)
@@ -233,20 +235,24 @@ def choice_sizes(counts_by_choice: Ints, layout: Layout, rank: int, sends: Sends
 
 
 def _cut(rows: Ints, layout: Layout, run: Ints, run_rows: Ints, runs: slice | NDArray[np.intp]) -> Ints:
-    """Rows of each piece that lie before each chunk [S, P, n + 1], from the rows of pieces [S, P] and runs [S, Q]."""
-    inside: Ints = _edges(layout, run_rows, runs)[:, run - int(run[0])]
-    inside -= _exclusive_within(rows, run)[:, :, None]
+    """Rows of each piece that lie before each chunk [n + 1, S, P], from the rows of pieces [S, P] and runs [S, Q]."""
+    inside = np.repeat(_edges(layout, run_rows, runs), np.bincount(run - int(run[0])), axis=2)
+    inside -= _exclusive_within(rows, run)
     np.maximum(inside, 0, out=inside)
-    return np.minimum(inside, rows[:, :, None], out=inside)
+    return np.minimum(inside, rows, out=inside)
 
 
 def _edges(layout: Layout, run_rows: Ints, runs: slice | NDArray[np.intp]) -> Ints:
-    """Rows of each run that lie before each chunk [S, Q, n + 1]: chunk j takes the j-th part of its run."""
-    count = layout.num_chunks[runs, None]
-    place = np.arange(layout.chunks + 1)[None, :] - layout.first_chunk[runs, None]
-    place = np.minimum(np.maximum(place, 0), count)
-    edges: Ints = run_rows[:, runs, None] * place // np.maximum(count, 1)
-    return edges
+    """Rows of each run that lie before each chunk [n + 1, S, Q]: chunk j takes the j-th part of its run.
+
+    Divided in float64, which is faster: below 2**52 the floor of its quotient of integers is exact.
+    """
+    count = layout.num_chunks[runs]
+    place = np.arange(layout.chunks + 1)[:, None] - layout.first_chunk[runs]
+    place = np.minimum(np.maximum(place, 0), count)[:, None]
+    edges: NDArray[np.float64] = np.multiply(place, run_rows[:, runs], dtype=np.float64)
+    edges /= np.maximum(count, 1)
+    return edges.astype(np.int64)  # towards zero, the floor here
 
 
 def _experts_of_chunks(length: Ints, group: list[int], first: Ints) -> list[list[tuple[int, int, int]]]:
@@ -268,14 +274,16 @@ def _permutations(length: Ints, arrivals: Ints) -> tuple[Ranges, Ranges]:
     skewed.
     """
     chunks, num_sources, num_pieces = length.shape
-    at = np.flatnonzero(length)
-    rows, chunk = length.reshape(-1)[at], at // (num_sources * num_pieces)
-    source, piece = np.divmod(at - chunk * (num_sources * num_pieces), num_pieces)
-    order = np.argsort((chunk * num_pieces + piece) * num_sources + source)
+    by_expert = length.transpose(0, 2, 1)
+    at, at_by_expert = np.flatnonzero(length > 0), np.flatnonzero(by_expert > 0)
+    rows, rows_by_expert = length.reshape(-1)[at], by_expert.reshape(-1)[at_by_expert]
+    chunk = at // (num_sources * num_pieces)
     earlier = (arrivals.cumsum() - arrivals)[chunk]  # a chunk's entries stay together, so it serves both orders
-    arrival, by_expert, grouped = rows.cumsum() - rows - earlier, rows[order], np.empty_like(rows)
-    grouped[order] = by_expert.cumsum() - by_expert - earlier
-    return _joined(arrival[order], by_expert, chunk, chunks), _joined(grouped, rows, chunk, chunks)
+    arrival, grouped = np.empty_like(length), np.empty_like(by_expert, order="C")
+    arrival.reshape(-1)[at] = rows.cumsum() - rows - earlier
+    grouped.reshape(-1)[at_by_expert] = rows_by_expert.cumsum() - rows_by_expert - earlier
+    gather = _joined(arrival.transpose(0, 2, 1).reshape(-1)[at_by_expert], rows_by_expert, chunk, chunks)
+    return gather, _joined(grouped.transpose(0, 2, 1).reshape(-1)[at], rows, chunk, chunks)
 
 
 def _joined(begin: Ints, rows: Ints, chunk: Ints, chunks: int) -> Ranges:
