@@ -9,7 +9,8 @@ attaches has `detach()` and `stats()`. A module may say more about itself, and o
 * `attach_plain(model, mesh)`: what the plain program does on several ranks.
 
 A handle may offer `parameters` (FSDP2 leaves them alone), `shard_complement(axis, **options)` (it shards some itself,
-over the replicas of its mesh), and `loss` or `optimizer` in place of the plain ones.
+over the replicas of its mesh), and `loss` or `optimizer` in place of the plain ones. One that has `sums_shares` is told
+that ranks sum what they compute.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from steppe.core.errors import ConfigError, ConflictError
 from steppe.core.policy import OFF
@@ -55,11 +56,16 @@ class Flattened:
         """The loss of the model's outputs (their own, where they have one) or of hidden states [B,S,H].
 
         `options` are those of the attached loss or of transformers' `loss_function`. Peak: the vocabulary peak,
-        flattened where a loss is attached. Raises: ConfigError for outputs that hold neither.
+        flattened where a loss is attached. Raises: ConfigError for outputs that hold neither, and for logits where a
+        loss is attached that takes hidden states.
         """
         if (own := getattr(hidden_or_outputs, "loss", None)) is not None:
             return own  # type: ignore[no-any-return]
-        if (attached := self.offers("loss")) is not None and isinstance(hidden_or_outputs, torch.Tensor):
+        if (attached := self.offers("loss")) is not None:
+            if not isinstance(hidden_or_outputs, torch.Tensor):
+                raise ConfigError("loss", got="outputs of a forward without labels, beside an attached loss",
+                                  allowed="outputs with a loss, or hidden states [B,S,H]",
+                                  remedy="pass labels to the model: it makes no logits then")  # fmt: skip
             return attached(hidden_or_outputs, labels, **options)  # type: ignore[no-any-return]
         logits = getattr(hidden_or_outputs, "logits", None)
         if logits is None and isinstance(hidden_or_outputs, torch.Tensor):
@@ -76,7 +82,11 @@ class Flattened:
         """AdamW over the model's parameters: the attached flattener's, or torch's own.
 
         `groups` are parameter groups (default: all trainable parameters in one); `settings` are AdamW's.
+        Raises: ConfigError where the attached optimizer was made already: it keeps the settings it was made with.
         """
+        if self.offers("optimizer") is not None:
+            raise ConfigError("optimizer", got="a second call", allowed="one optimizer, with its first settings",
+                              remedy="keep the first one; change its param_groups, or add_param_group")  # fmt: skip
         given = [dict(group) for group in groups] if groups is not None else None
         with scopes.label("optimizer"):
             for name, policy in list(self.later.items()):
@@ -89,7 +99,8 @@ class Flattened:
             if (attached := self.offers("optimizer")) is not None:
                 return attached  # type: ignore[no-any-return]
             trainable = given or [p for p in self.model.parameters() if p.requires_grad]
-            return torch.optim.AdamW(trainable, lr=lr, foreach=True, **settings)
+            kind = {} if settings.get("fused") else {"foreach": True}
+            return torch.optim.AdamW(trainable, lr=lr, **kind | settings)
 
     def stats(self) -> dict[str, Any]:
         return {name: handle.stats() for name, handle in self.attached.items()}
@@ -100,6 +111,7 @@ class Flattened:
 
     def detach(self) -> None:
         """Take off whatever is attached, last one first. Graphs in flight keep working: so does the link."""
+        self.later.clear()
         while self.attached:
             self.attached.popitem()[1].detach()
         if self.sequence is not None:
@@ -122,8 +134,10 @@ def flatten_peaks(
     `plan`: a Plan, or a mapping of flattener names to policies. `mesh`: group sizes over the ranks of this job
     (default: the plan's, else all ranks with groups of one). With sequence groups each rank is given its own S/D
     tokens (and labels) of a row, neighbours in one group. FSDP2 shards every block over all ranks; gradients are
-    summed, so divide the loss by the global number of labels. All copies between device and host share one `link`
-    (default: the device's), reloads of boundaries before optimizer traffic.
+    summed. So the model's own loss is this rank's share, whatever is attached: of the mean over the labels of all
+    ranks, or of the sum over `num_items_in_batch`, the auxiliary loss included; one of your own divides by the global
+    number of labels. All copies between device and host share one `link` (default: the device's), reloads of boundaries
+    before optimizer traffic.
 
     Peak: `planner.predict` of the plan. Exactness: each flattener's own.
     Raises: ConfigError for unknown names or group sizes that don't fit; ConflictError for what is live on the model,
@@ -131,6 +145,7 @@ def flatten_peaks(
     """
     policies = getattr(plan, "policies", plan)
     refuse_foreign_sharding(model)
+    blocks_of(model)
     meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
     sequence = join_sequences(model, meshes)
     try:
@@ -140,6 +155,9 @@ def flatten_peaks(
             sequence.detach()
         raise
     flattened.sequence = sequence
+    for handle in flattened.attached.values():
+        if hasattr(handle, "sums_shares"):
+            handle.sums_shares = True
     try:
         shard(flattened, meshes, mp_policy=mp_policy)
     except BaseException:
@@ -174,6 +192,9 @@ def attach_all(
     wanted = {name: policies.get(name, OFF) for name in NAMES}
     device = torch.device("cpu" if meshes is None else meshes.device_type)
     flattened = Flattened(model, {}, meshes, link=link or HostLink(device))
+    for name, policy in wanted.items():  # all of them before the first one places a parameter
+        if policy != OFF:
+            refuse_conflicts(name, model)
     try:
         for name, policy in wanted.items():
             _attach(flattened, name, half(name, "attach"), policy, meshes)
@@ -191,7 +212,6 @@ def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, me
         if mesh is not None and mesh.size() > 1 and hasattr(module, "attach_plain"):
             flattened.attached[name] = module.attach_plain(flattened.model, mesh)
         return
-    refuse_conflicts(name, flattened.model)
     if getattr(module, "AFTER_SHARDING", False):
         flattened.later[name] = policy
     else:
@@ -220,8 +240,12 @@ def shard(flattened: Flattened, meshes: Meshes, *, mp_policy: Any = None, blocks
     """FSDP2 over all ranks on every block and on the rest; what a flattener placed keeps its own placement.
 
     Gradients are summed, never averaged. Without ranks the model stays as it is.
+    Raises: ConfigError for a precision that nobody would keep to, without ranks.
     """
     if meshes.dense is None:
+        if mp_policy not in (None, MixedPrecisionPolicy()):
+            raise ConfigError("mp_policy", got=f"{mp_policy} without ranks", allowed="none: FSDP2 shards nothing here",
+                              remedy="init_process_group first (one rank will do), or model.to(dtype)")  # fmt: skip
         return
     options = {} if mp_policy is None else {"mp_policy": mp_policy}
     ignored: set[nn.Parameter] = set()

@@ -153,6 +153,10 @@ class SCO:
             self._engine.chain.transit.read_stalls()
         return read(self._counts, self._arena, self.policy, self._compiler.graphs)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Copies and pickles of a model that it is applied to ask for it."""
+        raise joining.no_copy()
+
     def report(self) -> tuple[Candidate, ...]:
         """What `offload_extra="auto"` measured, best first: operator, bytes, recompute and reload time, choice, why."""
         return tuple(self._candidates)

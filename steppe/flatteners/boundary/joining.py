@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from steppe.core.errors import ConfigError
+from steppe.core.errors import ConfigError, ConflictError
 
 Checkpoint = Callable[..., Any]
 Undo = Callable[[], object]
@@ -97,13 +98,8 @@ def refuse_joined(*modules: nn.Module | None) -> None:
 def wrap_forward(block: nn.Module, checkpoint: Checkpoint) -> Undo:
     """Put `checkpoint` around `forward`, not `__call__`: module hooks, FSDP2's too, stay outside the recompute."""
     forward = block.forward
-
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **kwargs)
-
-    checkpointed.of_sco = True  # type: ignore[attr-defined]
     had = "forward" in vars(block)
-    block.forward = checkpointed
+    block.forward = _Checkpointed(checkpoint, forward)
 
     def undo() -> None:
         if had:
@@ -112,6 +108,31 @@ def wrap_forward(block: nn.Module, checkpoint: Checkpoint) -> Undo:
             vars(block).pop("forward", None)
 
     return undo
+
+
+class _Checkpointed:
+    """A block's forward inside the checkpoint. An object, no closure: in a copy of the block that would run the
+    original, silently."""
+
+    of_sco = True
+
+    def __init__(self, checkpoint: Checkpoint, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._checkpoint, self._forward = checkpoint, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._checkpoint(self._forward, *args, **kwargs)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise no_copy()
+
+
+def no_copy() -> ConflictError:
+    """The refusal to copy what SCO is applied to."""
+    return ConflictError(
+        "a copy of the model", got="SCO is applied to it", allowed="a plain model",
+        remedy="copy before apply(), or detach() first; its state_dict() can be saved at any time",
+    )  # fmt: skip
 
 
 def _is_uniform(modules: nn.Module) -> bool:

@@ -33,15 +33,17 @@ Program = Callable[..., torch.Tensor]
 class Attached:
     """The experts of a model behind PipelinedLLEP; one pool of workspaces for all layers.
 
-    `ties_pinned`: set it when the blocks run under SCO's checkpoint, which pins the router's top-k. `forced`: a routing
-    profile of `profiles.py` ("balanced", "95/1") instead of the router's choice, for benchmarks.
+    `ties_pinned`: set it when the blocks run under SCO's checkpoint, which pins the router's top-k. `sums_shares`: set
+    it where losses and gradients of ranks are summed, not averaged: the model's auxiliary loss is this rank's share
+    then. `forced`: a routing profile of `profiles.py` ("balanced", "95/1") instead of the router's choice, for
+    benchmarks.
     """
 
     def __init__(self, model: nn.Module, policy: DispatchPolicy, pool: WorkspacePool, mesh: Any = None) -> None:
         self.model, self.policy, self.pool, self.mesh = model, policy, pool, mesh
         self.sessions: dict[str, Session] = {}
         self.experts: dict[str, nn.Module] = {}
-        self.ties_pinned = False
+        self.ties_pinned = self.sums_shares = False
         self.forced: str | None = None
         self._undo: list[Callable[[], object]] = []
 
@@ -138,7 +140,7 @@ def attach(
     call `shard_complement` for FSDP2 over the other axis. Without such an axis the experts stay where they are.
 
     The model's own auxiliary loss (`output_router_logits`) takes the frequencies of all ranks of the mesh, see
-    `router.batch_loss`: averaged over ranks by their tokens it is the whole batch's.
+    `router.batch_loss`: averaged over ranks by their tokens it is the whole batch's (or summed, with `sums_shares`).
 
     Raises: ConfigError for a model whose experts are not recognised, or E not a multiple of E_p.
     """
@@ -181,7 +183,7 @@ def _start(
         for module in experts.values():
             _shard(module, axis)
     attached = Attached(model, policy, pool or WorkspacePool(), mesh)
-    attached._undo.append(auxiliary.use_counts_of_all_ranks(model, _groups(mesh)))
+    attached._undo.append(auxiliary.use_counts_of_all_ranks(model, _groups(mesh), lambda: attached.sums_shares))
     return attached, axis, group
 
 

@@ -19,10 +19,12 @@ from steppe.runtime import collectives, scopes
 NAME: Final = "load_balancing_loss_func"
 
 
-def use_counts_of_all_ranks(model: nn.Module, groups: Sequence[collectives.Group]) -> Callable[[], None]:
+def use_counts_of_all_ranks(
+    model: nn.Module, groups: Sequence[collectives.Group], as_share: Callable[[], bool] = lambda: False
+) -> Callable[[], None]:
     """Let the model's forward take its auxiliary loss from `router.batch_loss`; returns the undo.
 
-    A model whose family has no such loss is left alone.
+    `as_share` is asked at each forward. A model whose family has no such loss is left alone.
     """
     home = _home(model)
     if home is None:
@@ -32,7 +34,7 @@ def use_counts_of_all_ranks(model: nn.Module, groups: Sequence[collectives.Group
 
     def enter(*_: Any) -> None:
         theirs.append(getattr(home, NAME))
-        setattr(home, NAME, ours)
+        setattr(home, NAME, partial(ours, as_share=as_share()))
 
     def leave(*_: Any) -> None:
         if theirs:
@@ -46,7 +48,8 @@ class SharedCounts:
     """Plain experts whose auxiliary loss still is the whole batch's: what the plain program on several ranks needs."""
 
     def __init__(self, model: nn.Module, groups: Sequence[collectives.Group]) -> None:
-        self.detach = use_counts_of_all_ranks(model, groups)
+        self.sums_shares = False
+        self.detach = use_counts_of_all_ranks(model, groups, lambda: self.sums_shares)
 
     def stats(self) -> dict[str, Any]:
         return {"layers": [], "num_ranks": 1, "ties_pinned": False, "counters": {}}

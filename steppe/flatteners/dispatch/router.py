@@ -47,13 +47,14 @@ def auxiliary_loss(
 
 def batch_loss(
     router_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None, *,
-    groups: Sequence[collectives.Group] = (),
+    groups: Sequence[collectives.Group] = (), as_share: bool = False,
 ) -> torch.Tensor | int:  # fmt: skip
     """What transformers' `load_balancing_loss_func` is called for, with the frequencies of all ranks.
 
     E * sum_e (frequency of e over `groups`) * (mean probability of e over this rank's tokens): the mean over ranks,
     weighted by their tokens, is the loss of the whole batch, and so are the gradients. On one rank it is theirs.
     `groups`: process groups whose product holds the ranks of a batch. Masks that are no tensor are for attention only.
+    `as_share`: this rank's share instead, weighted by its tokens already: the sum over ranks is the whole batch's.
 
     Peak, Raises: as `auxiliary_loss`. Exactness: reordered over tokens, layers and ranks.
     Source: arXiv 2501.11873 (global-batch load balancing).
@@ -67,7 +68,7 @@ def batch_loss(
         for group in groups:
             collectives.all_reduce(totals, group)
         counts, rows = totals[:-1], totals[-1].clamp(min=1)
-        return _weighted(router_logits, counts * (counts.numel() / rows / own), mask)
+        return _weighted(router_logits, counts * (counts.numel() / rows / (rows if as_share else own)), mask)
 
 
 def _flat_mask(router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from steppe.flatteners.vocab.budget import VocabPolicy
 from steppe.flatteners.vocab.embedding import vocab_parallel_embedding
 from steppe.flatteners.vocab.logits import vocab_parallel_logits
 from steppe.flatteners.vocab.ring import ring_dtp_loss
+from steppe.flatteners.vocab.shared import SharedCount, count_labels, take_back
 from steppe.flatteners.vocab.stats import RingStats
 from steppe.runtime import collectives
 from steppe.runtime.collectives import Group
@@ -85,13 +86,17 @@ class RingDTPLoss:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if num_items_in_batch is None:
-            num_items_in_batch = self._count(shift_labels != ignore_index)
+            num_items_in_batch = count_labels(shift_labels, ignore_index, (self._group, self._replicas))
         bias = None if self._head.bias is None else self._local(self._head.bias)
         return ring_dtp_loss(
             logits, self._local(self._head.weight), shift_labels, group=self._group, bias=bias,
             num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, vocab_size=self._vocab,
             policy=self._policy, stats=self._stats,
         )  # fmt: skip
+
+    def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """This rank's share of the loss of hidden states [B,S,H]: what the model computes when it is given labels."""
+        return self(hidden, labels, **options)
 
     @torch.no_grad()
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -120,13 +125,6 @@ class RingDTPLoss:
         for undo in reversed(self._restore):
             undo()
         self._restore.clear()
-
-    def _count(self, valid: Tensor) -> Tensor:
-        """Labels of the whole mesh; 1 where there are none, for a loss of 0."""
-        count = valid.sum()
-        for group in (self._group, self._replicas):
-            count = collectives.all_reduce(count, group)
-        return count.clamp(min=1)
 
     def _local(self, parameter: Tensor) -> Tensor:
         """This rank's shard, whose gradient is summed over the replicas."""
@@ -163,7 +161,7 @@ class RingDTPLoss:
         """Set an attribute on the instance and remember how to take it back."""
         mine = vars(owner).get(name, vars(owner).get(f"_{name}"))
         setattr(owner, name, value)
-        self._restore.append(functools.partial(_take_back, owner, name, mine))
+        self._restore.append(functools.partial(take_back, owner, name, mine))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingDTPLoss:
         """The loss of the copied model, with the same process groups."""
@@ -213,13 +211,6 @@ class _WithLoss:
         return output.to_tuple() if as_tuple else output
 
 
-def _take_back(owner: nn.Module, name: str, mine: Any) -> None:
-    if mine is not None:
-        setattr(owner, name, mine)
-    else:
-        vars(owner).pop(name, vars(owner).pop(f"_{name}", None))
-
-
 class _SumOverReplicas(torch.autograd.Function):
     """Identity; the gradient is summed over the replicas in float32, some rows at a time, and rounded once."""
 
@@ -241,6 +232,11 @@ class _SumOverReplicas(torch.autograd.Function):
 def attach(model: nn.Module, policy: VocabPolicy, mesh: DeviceMesh | None = None) -> RingDTPLoss:
     """Give the model a Ring-DTP loss; `.detach()` puts it back."""
     return RingDTPLoss(model, mesh=mesh, policy=policy)
+
+
+def attach_plain(model: nn.Module, mesh: DeviceMesh) -> SharedCount:
+    """The model's own loss over several ranks: divided by the labels of all of them, as the attached one is."""
+    return SharedCount(model, [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1])
 
 
 def conflicts(*live: object) -> tuple[Conflict, ...]:
@@ -281,9 +277,11 @@ def _conflicts_of(model: nn.Module) -> list[Conflict]:
     return found
 
 
-def diagnose(stats: RingStats) -> tuple[str, ...]:
-    """What the counters say is wrong, in words with figures."""
-    told = []
+def diagnose(stats: RingStats | None) -> tuple[str, ...]:
+    """What the counters say is wrong, in words with figures; nothing of the plain loss, which has none."""
+    told: list[str] = []
+    if stats is None:
+        return ()
     if not stats.calls:
         told.append("vocab: no loss has gone through the ring; is the model's loss_function still ours?")
     if stats.busy_s and stats.wait_s > 0.25 * stats.busy_s:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from steppe import OFF, SCO, BoundaryPolicy
 from steppe.compose import flatten_peaks
-from steppe.core.errors import ConfigError
+from steppe.core.errors import ConfigError, ConflictError
 from steppe.flatteners.boundary import attach as boundary
 from tests.flatteners.boundary.programs import (
     ALL,
@@ -248,3 +250,15 @@ def test_conflicts_name_what_would_undo_the_work():
     assert [c.what.split()[0] for c in found] == ["CheckpointWrapper", "save_on_cpu", "torch.compile"]
     assert all(c.remedy for c in found)
     assert boundary.conflicts(seeded(Stack)) == ()
+
+
+@pytest.mark.parametrize("make", [Stack, Language], ids=["stack", "qwen3_moe"])
+def test_a_copy_of_a_joined_model_is_refused_since_it_would_run_the_original(make):
+    model = seeded(make)
+    sco = rough_sco()
+    with_sco(model, sco)
+    with pytest.raises(ConflictError, match="copy before apply"):
+        copy.deepcopy(model)
+    sco.detach()
+    assert_same(gradients(copy.deepcopy(model)), gradients(model))
+    sco.close()
