@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from steppe.integrations.float64 import float64_model
 from steppe.runtime import collectives
 from steppe.sides import Side
 from steppe.training.config import RunConfig
+from steppe.training.data import Batch
 from steppe.training.loop import Trainer
 from steppe.training.model import build_model, load_model_config
 
@@ -46,7 +48,7 @@ def first_step(config: RunConfig) -> Truth | None:
     model = float64_model(model_config, weights).train()
     loss_function = hf.PlainLoss(model)
     trainer = Trainer(config.plain())
-    batches = [b for own in collectives.all_gather_object(trainer.data.batches(0), trainer.group) for b in own]
+    batches = _whole_rows(collectives.all_gather_object(list(trainer.data.batches(0)), trainer.group), config)
     del trainer
     tokens, valid = sum(b.num_tokens for b in batches), sum(b.num_valid for b in batches)
     loss = 0.0
@@ -59,14 +61,30 @@ def first_step(config: RunConfig) -> Truth | None:
     return Truth(loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
+def _whole_rows(by_rank: Sequence[Sequence[Batch]], config: RunConfig) -> list[Batch]:
+    """All ranks' micro-batches, those of the D ranks that share a sequence joined again."""
+    slices = config.launch.sequence
+    groups = [by_rank[start : start + slices] for start in range(0, len(by_rank), slices)]
+    return [_joined(parts) for group in groups for parts in zip(*group, strict=True)]
+
+
+def _joined(parts: Sequence[Batch]) -> Batch:
+    return Batch(*(torch.cat([getattr(part, f.name) for part in parts], dim=1) for f in fields(Batch)))
+
+
 def distance(side: Side, truth: Truth) -> dict[str, float]:
     """A side's own error: of the first loss, and the largest and median over parameters of the gradient's."""
-    errors = sorted(_errors(side, truth))
+    errors = sorted(_errors(side, truth), key=not_a_number_last)
     return {
         "loss_abs_err": abs(side.results[0].loss - truth.loss),
         "max_grad_rel_err": errors[-1] if errors else 0.0,
         "median_grad_rel_err": errors[len(errors) // 2] if errors else 0.0,
     }
+
+
+def not_a_number_last(error: float) -> tuple[bool, float]:
+    """The order of errors, in which NaN is the largest: compared as it is, it would vanish beside any number."""
+    return math.isnan(error), error
 
 
 def _errors(side: Side, truth: Truth) -> list[float]:

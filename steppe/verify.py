@@ -20,7 +20,7 @@ from steppe.runtime.sharded import local
 from steppe.sides import Side, ignore, run_side
 from steppe.training.config import RunConfig
 from steppe.training.loop import StepResult, Trainer
-from steppe.truth import distance, first_step
+from steppe.truth import distance, first_step, not_a_number_last
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def certify(plain: Side, flattened: Side, config: RunConfig, group: Group) -> Ce
                           remedy="run both sides with the same configuration and number of steps")  # fmt: skip
     largest, total, squares, count = _token_differences(plain, flattened, group)
     errors = dict(_gradient_errors(plain.gradients, flattened.gradients, group))
-    worst = max(errors, key=lambda name: errors[name], default="")
+    worst = max(errors, key=lambda name: not_a_number_last(errors[name]), default="")
     norms = [(p.grad_norm, f.grad_norm) for p, f in zip(plain.results, flattened.results, strict=True)]
     return Certificate(
         steps=len(plain.results),
@@ -109,7 +109,7 @@ def certify(plain: Side, flattened: Side, config: RunConfig, group: Group) -> Ce
         per_token_mse=squares / max(1.0, count),
         max_grad_rel_err=errors.get(worst, 0.0),
         worst_parameter=worst,
-        grad_norm_rel_diff=max((abs(f - p) / p if p else abs(f) for p, f in norms), default=0.0),
+        grad_norm_rel_diff=max((abs(f - p) / p if p else abs(f) for p, f in norms), key=not_a_number_last, default=0.0),
         plain=summary(plain, group),
         flattened=summary(flattened, group),
         flatteners={name: "off" if policy == OFF else str(policy) for name, policy in config.flatten.items()},
@@ -141,8 +141,8 @@ def _token_differences(plain: Side, flattened: Side, group: Group) -> tuple[floa
             sums += torch.stack([difference.sum(), difference.square().sum(), torch.tensor(float(len(difference)))])
             largest = torch.maximum(largest, _max(difference))
     collectives.all_reduce(sums, group)
-    collectives.all_reduce(largest, group, "max")
-    return largest.item(), *sums.tolist()
+    found = max(collectives.all_gather_object(largest.item(), group), key=not_a_number_last)
+    return found, *sums.tolist()
 
 
 def _max(values: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from steppe.runtime import collectives
 from steppe.sides import Side
 from steppe.subsets import all_subsets, stacked
 from steppe.training.config import RunConfig, policy_class
+from steppe.truth import distance, first_step
 from steppe.verify import certify, emit, side_by_side, table
 from tests.support.exactness import rounding_band
 from tests.support.ranks import run_ranks
@@ -91,6 +93,44 @@ def _tampered(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], 
         wrong.results = [dataclasses.replace(result, token_losses=shifted)]
     group = collectives.world()
     return certify(sides["plain"], wrong, config, group).to_json(), _counts(sides["plain"], group), name
+
+
+def _not_a_number(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], str, dict[str, float]]:
+    config = _config(folder)
+    sides = side_by_side(config, steps=1, say=lambda line: None).sides
+    wrong: Side = copy.copy(sides["flattened"])
+    name = sorted(wrong.gradients)[1]
+    result = wrong.results[0]
+    if rank == 0:
+        wrong.gradients = {**wrong.gradients, name: wrong.gradients[name] * float("nan")}
+        wrong.results = [dataclasses.replace(result, token_losses=(result.token_losses[0] * float("nan"),))]
+    wrong.results = [dataclasses.replace(wrong.results[0], grad_norm=float("nan"))]
+    found = certify(sides["plain"], wrong, config, collectives.world()).to_json()
+    truth = first_step(config)
+    assert truth is not None
+    return found, name, distance(wrong, truth)
+
+
+def test_a_gradient_that_is_not_a_number_is_the_worst_of_all(tmp_path: Path) -> None:
+    for found, name, against_float64 in run_ranks(_not_a_number, 2, str(tmp_path)):
+        assert found["worst_parameter"] == name
+        wrong = [found[key] for key in ("max_abs_loss_diff", "max_grad_rel_err", "grad_norm_rel_diff")]
+        assert all(math.isnan(value) for value in [*wrong, against_float64["max_grad_rel_err"]])
+
+
+def _over_sequences(rank: int, world_size: int, folder: str, packing: str) -> dict[str, Any]:
+    config = toy_run(Path(folder), launch={"ranks": world_size, "sequence": world_size}, data={"packing": packing})
+    config = config.with_flatten(boundary=BoundaryPolicy(min_bytes=0))
+    return side_by_side(config, steps=1, say=lambda line: None).certificate.to_json()
+
+
+@pytest.mark.parametrize("packing", ["cut", "stream"])
+def test_the_truth_of_ranks_that_share_a_sequence_is_that_of_the_whole_sequence(packing: str, tmp_path: Path) -> None:
+    found = run_ranks(_over_sequences, 2, str(tmp_path), packing)[0]["against_float64"]
+    half_the_digits = torch.finfo(torch.float32).eps ** 0.5
+    for side in ("plain", "flattened"):
+        assert found[side]["loss_abs_err"] < half_the_digits
+        assert 0 < found[side]["max_grad_rel_err"] < half_the_digits
 
 
 def _counts(side: Side, group: Any) -> dict[str, Any]:
