@@ -16,13 +16,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from steppe.core.errors import ConfigError
 from steppe.integrations import checkpoint_files as files
 from steppe.runtime import collectives
 from steppe.runtime.sharded import answers_for
 from steppe.training.agreement import on_rank_zero, together
-from steppe.training.tokens import end_token_id, tokenizer_files
+from steppe.training.tokens import TOKENIZER_FILES, end_token_id, tokenizer_files
 
 _SHARD_BYTES = 2 * 10**9
+_CONFIGS = ("config.json", "generation_config.json")  # what save_pretrained of a configuration writes
 
 
 def shard_plan(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
@@ -44,9 +46,12 @@ def export(
 ) -> None:  # fmt: skip
     """Write config, tokenizer and weights, each rank its own part; names and shapes are those of `save_pretrained`.
 
-    Peak: one piece of `piece_bytes` on the host. Raises: OSError and RankFailure on all ranks; what stood in
-        `directory` before is then still there.
+    An earlier export in `directory` is replaced. Peak: one piece of `piece_bytes` on the host.
+    Raises: ConfigError for a directory that holds anything else; OSError and RankFailure. On all ranks, and what stood
+        in `directory` before is then still there.
     """
+    directory = directory.resolve()
+    on_rank_zero(lambda: check_target(directory), group)
     if isinstance(model, FSDPModule):
         model.reshard()
     tensors = files.tensors_of(model)
@@ -62,6 +67,28 @@ def export(
     on_rank_zero(lambda: _start(model, work, laid_out, sum(sizes.values()), tokenizer_file), group)
     together(lambda: [files.write_own(file, work, tensors, mine, piece_bytes) for file in laid_out], group)
     on_rank_zero(lambda: _finish(work, directory), group)
+
+
+def check_target(directory: Path) -> None:
+    """Raises: ConfigError where an export would take the place of anything but an earlier export."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise _taken(directory, "a file")
+    foreign = sorted(path.name for path in directory.iterdir() if not (path.is_file() and _is_ours(path.name)))
+    if foreign:
+        raise _taken(directory, f"a directory with {foreign[0]!r} in it ({len(foreign)} in all that are no export's)")
+
+
+def _is_ours(name: str) -> bool:
+    return name.endswith(".safetensors") or name in (files.INDEX, *_CONFIGS, *TOKENIZER_FILES)
+
+
+def _taken(directory: Path, got: str) -> ConfigError:
+    return ConfigError(
+        f"export to {directory}", got=got, allowed="a new or empty directory, or an earlier export, which is replaced",
+        remedy="name a directory of its own",
+    )  # fmt: skip
 
 
 def _start(model: nn.Module, work: Path, laid_out: list[files.File], total: int, tokenizer_file: str) -> None:

@@ -14,6 +14,7 @@ from steppe.training import config as configs
 from steppe.training.agreement import on_rank_zero, writing
 from steppe.training.config import RunConfig
 from steppe.training.evaluation import Evaluation
+from steppe.training.export import check_target
 from steppe.training.export import export as export_model
 from steppe.training.joblock import JobLock, Parent
 from steppe.training.loop import Trainer
@@ -55,13 +56,15 @@ def _run_locked(
     config: RunConfig, device: torch.device, parent: Parent, export: str | Path | None, progress: Progress
 ) -> int:
     output, group = Path(config.output.dir), collectives.world()
+    target = Path(export or output / "export") if export or config.output.export else None
+    if target is not None:
+        on_rank_zero(lambda: check_target(target), group)
     lock = JobLock(output, group, config.output.lock_timeout_s)
     try:
         progress.say(f"preparing text and model on {collectives.size(group)} ranks, output in {output}")
         trainer = Trainer(config, group, device=device)
         run(trainer, output, progress, parent)
-        if export or config.output.export:
-            target = Path(export) if export else output / "export"
+        if target is not None:
             progress.say(f"exporting safetensors to {target}")
             export_model(trainer.model, target, group, tokenizer_file=trainer.store.tokenizer_file)
     finally:

@@ -24,6 +24,7 @@ Ids = npt.NDArray[np.integer[Any]]
 _VERSION = 2  # of the files below; part of their names
 # What may stand beside a tokenizer.json and decides how transformers reads it.
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", *_BESIDE)
 
 
 @dataclass(frozen=True)

@@ -198,3 +198,19 @@ def test_an_index_names_every_tensor_once(tmp_path: Path) -> None:
     assert set(index["weight_map"]) == _names(tmp_path / "hf")
     assert index["metadata"]["total_size"] == sum(p.numel() * 2 for p in made.model.parameters())
     assert "model.layers.0.mlp.experts.7.up_proj.weight" in index["weight_map"]
+
+
+@pytest.mark.parametrize("foreign", ["notes.txt", "checkpoints/step-1"])
+def test_an_export_takes_the_place_of_an_earlier_one_and_of_nothing_else(foreign: str, tmp_path: Path) -> None:
+    made = skeleton(toy_config("mixtral"), dtype=torch.float32)
+    materialize(made.model, torch.device("cpu"))
+    target = tmp_path / "hf"
+    for _ in range(2):
+        export(made.model, target, None)
+    found = sorted(path.name for path in target.iterdir())
+    (target / foreign).parent.mkdir(exist_ok=True)
+    (target / foreign).write_text("kept")
+    with pytest.raises(ConfigError, match=foreign.split("/")[0]):
+        export(made.model, target, None)
+    assert (target / foreign).read_text() == "kept"
+    assert set(found) < {path.name for path in target.iterdir()}
