@@ -47,6 +47,8 @@ ALWAYS: Final = frozenset(Moment)
 # Tensors of every program that a flattener may make needless: its budget names them in `replaces(policy)`.
 HEAD_GATHERED: Final = "head, gathered"
 HEAD_GRADIENT: Final = "head's gradient, unsharded"
+EXPERTS_EARLY: Final = "next block's experts, gathered early"
+EXPERTS_REDUCED: Final = "last block's expert gradients, being reduced"
 GRADIENT_SHARDS: Final = "gradients of the shards"
 EARLY_GRADIENTS: Final = "gradients of the shards so far"
 ROUTER_LOSS: Final = (

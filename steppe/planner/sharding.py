@@ -16,6 +16,8 @@ from steppe.core.ledger import (
     ATTENTION_BACKWARD,
     BLOCK_BACKWARD,
     EARLY_GRADIENTS,
+    EXPERTS_EARLY,
+    EXPERTS_REDUCED,
     FIRST_BLOCKS,
     GRADIENT_SHARDS,
     HEAD_GATHERED,
@@ -129,7 +131,9 @@ def _gathered_blocks(shape: RunShape) -> Iterator[Entry]:
         yield Entry("gathered", "block at work, gathered", dense, _DENSE)
     if layers > 1:
         early = runs | {Moment.LOSS} if layers > 2 else runs - FIRST_BLOCKS | {Moment.LOSS}
-        yield Entry("gathered", "next block, gathered early", block, early)
+        dense, experts = _neighbour(shape, gathered_block(shape))
+        yield Entry("gathered", "next block, gathered early", dense * itemsize, early)
+        yield Entry("gathered", EXPERTS_EARLY, experts * itemsize, early)
         yield from _reducing(shape)
     own = unsharded_block(shape) * itemsize
     yield Entry("gathered", "block's own gradients, unsharded", own, ATTENTION_BACKWARD)
@@ -142,12 +146,31 @@ def _gathered_blocks(shape: RunShape) -> Iterator[Entry]:
 # block, which is taken off. Traced for 1 to 5 layers: 1, 2, 3, 3, 3 blocks beside the shards.
 
 
+# Note [groups of experts]
+# With expert parallelism, or with the dispatch flattener, the experts of a block are an FSDP2 group of their own, on
+# the axis that complements the expert axis. FSDP2 then gathers early what comes next in turn, the dense part of block
+# i-1 while the experts of block i work, and reduces the experts of block i+1 before its dense part: of a neighbour only
+# the dense part is ever alive beside a block at work.
+
+
+def _neighbour(shape: RunShape, block: int) -> tuple[int, int]:
+    """Of a neighbouring block's `block` parameters the dense ones, and those of experts that come and go with it."""
+    dense = min(block, _dense_part(shape))
+    return dense, block - dense if shape.mesh.expert == 1 else 0
+
+
 def _reducing(shape: RunShape) -> Iterator[Entry]:
-    what, num_bytes = "last block's gradients, being reduced", reduced_block(shape) * shape.dtypes.gradient_bytes
-    yield Entry("gathered", what, num_bytes, FIRST_BLOCKS)
+    what, itemsize = "last block's gradients, being reduced", shape.dtypes.gradient_bytes
+    dense, experts = (part * itemsize for part in _neighbour(shape, reduced_block(shape)))
+    yield Entry("gathered", what, dense, FIRST_BLOCKS)
+    yield Entry("gathered", EXPERTS_REDUCED, experts, FIRST_BLOCKS)
     if shape.model.num_layers > 2:
         boundary = shape.tokens_per_rank * shape.model.hidden * shape.dtypes.activation_bytes
-        yield Entry("gathered", what, max(num_bytes - boundary, 0), BLOCK_BACKWARD - FIRST_BLOCKS)
+        rest = max(dense - boundary, 0)
+        yield Entry("gathered", what, rest, BLOCK_BACKWARD - FIRST_BLOCKS)
+        yield Entry(
+            "gathered", EXPERTS_REDUCED, max(dense + experts - boundary, 0) - rest, BLOCK_BACKWARD - FIRST_BLOCKS
+        )
 
 
 def _gathered_ends(shape: RunShape) -> Iterator[Entry]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import ROUTER_LOSS, Entry, Moment
+from steppe.core.ledger import EXPERTS_EARLY, EXPERTS_REDUCED, ROUTER_LOSS, Entry, Moment
 from steppe.core.policy import OFF, Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape
 from steppe.core.units import format_bytes
@@ -279,8 +279,9 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
 
 
 def replaces(policy: DispatchPolicy) -> tuple[str, ...]:
-    """The auxiliary loss comes from counts: no router logits are held, and no one-hot is built."""
-    return ROUTER_LOSS
+    """The auxiliary loss comes from counts: no router logits are held, and no one-hot is built. Experts are FSDP2
+    groups of their own, gathered and reduced one block at a time."""
+    return (*ROUTER_LOSS, EXPERTS_EARLY, EXPERTS_REDUCED)
 
 
 def hides(policy: DispatchPolicy) -> tuple[str, ...]:
