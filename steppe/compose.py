@@ -103,7 +103,9 @@ class Flattened:
             return torch.optim.AdamW(trainable, lr=lr, **kind | settings)
 
     def stats(self) -> dict[str, Any]:
-        return {name: handle.stats() for name, handle in self.attached.items()}
+        """What each flattener counts; the plain loss over ranks, which counts nothing, is left out."""
+        counted = {name: handle.stats() for name, handle in self.attached.items()}
+        return {name: stats for name, stats in counted.items() if stats is not None}
 
     def diagnose(self) -> tuple[str, ...]:
         """The failure signals of every attached flattener, in words."""
@@ -144,6 +146,7 @@ def flatten_peaks(
         an FSDP2 wrapping by somebody else included. Nothing stays attached after an error.
     """
     policies = getattr(plan, "policies", plan)
+    _check_policies(policies)
     refuse_foreign_sharding(model)
     blocks_of(model)
     meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
@@ -180,15 +183,7 @@ def attach_all(
     Raises: ConfigError for an unknown flattener; ConflictError for what a flattener finds on the live model. Nothing
     stays attached after an error.
     """
-    if not isinstance(policies, Mapping):
-        raise ConfigError("plan", got=repr(policies), allowed="a Plan, or flattener names and their policies",
-                          remedy='e.g. {"boundary": BoundaryPolicy()}')  # fmt: skip
-    if unknown := sorted(set(policies) - set(NAMES)):
-        raise ConfigError("flattener", got=unknown, allowed=NAMES, remedy="use these names")
-    for name, policy in policies.items():  # None would be taken for the defaults, and text for an object
-        if policy is None or isinstance(policy, (bool, str, Mapping)):
-            raise ConfigError(f"policy of {name}", got=repr(policy), allowed="OFF or a policy object",
-                              remedy=f"steppe.OFF, or steppe.{name.title()}Policy(...)")  # fmt: skip
+    _check_policies(policies)
     wanted = {name: policies.get(name, OFF) for name in NAMES}
     device = torch.device("cpu" if meshes is None else meshes.device_type)
     flattened = Flattened(model, {}, meshes, link=link or HostLink(device))
@@ -203,6 +198,18 @@ def attach_all(
         flattened.detach()
         raise
     return flattened
+
+
+def _check_policies(policies: Any) -> None:
+    if not isinstance(policies, Mapping):
+        raise ConfigError("plan", got=repr(policies), allowed="a Plan, or flattener names and their policies",
+                          remedy='e.g. {"boundary": BoundaryPolicy()}')  # fmt: skip
+    if unknown := sorted(set(policies) - set(NAMES)):
+        raise ConfigError("flattener", got=unknown, allowed=NAMES, remedy="use these names")
+    for name, policy in policies.items():  # None would be taken for the defaults, and text for an object
+        if policy is None or isinstance(policy, (bool, str, Mapping)):
+            raise ConfigError(f"policy of {name}", got=repr(policy), allowed="OFF or a policy object",
+                              remedy=f"steppe.OFF, or steppe.{name.title()}Policy(...)")  # fmt: skip
 
 
 def _attach(flattened: Flattened, name: str, module: ModuleType, policy: Any, meshes: Meshes | None) -> None:
