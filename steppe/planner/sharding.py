@@ -156,7 +156,8 @@ def _gathered_blocks(shape: RunShape) -> Iterator[Entry]:
 def _neighbour(shape: RunShape, block: int) -> tuple[int, int]:
     """Of a neighbouring block's `block` parameters the dense ones, and those of experts that come and go with it."""
     dense = min(block, _dense_part(shape))
-    return dense, block - dense if shape.mesh.expert == 1 else 0
+    with_block = shape.mesh.expert == 1 or shape.mesh.zero < 3  # the note is FSDP2's
+    return dense, block - dense if with_block else 0
 
 
 def _reducing(shape: RunShape) -> Iterator[Entry]:

@@ -277,11 +277,9 @@ def _conflicts_of(model: nn.Module) -> list[Conflict]:
     return found
 
 
-def diagnose(stats: RingStats | None) -> tuple[str, ...]:
-    """What the counters say is wrong, in words with figures; nothing of the plain loss, which has none."""
-    told: list[str] = []
-    if stats is None:
-        return ()
+def diagnose(stats: RingStats) -> tuple[str, ...]:
+    """What the counters say is wrong, in words with figures."""
+    told = []
     if not stats.calls:
         told.append("vocab: no loss has gone through the ring; is the model's loss_function still ours?")
     if stats.busy_s and stats.wait_s > 0.25 * stats.busy_s:
