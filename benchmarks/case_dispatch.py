@@ -80,7 +80,7 @@ def with_new_workspace(policy: DispatchPolicy, group: collectives.Group = None) 
 
 def rows(quick: bool) -> Iterator[dict[str, Any]]:
     """One rank on the anchors' CPU case, two ranks, and the planner."""
-    yield planner_row(rounds=20 if quick else 200)
+    yield planner_row(rounds=20 if quick else 2000)
     yield from one_rank_rows(tokens=2048 if quick else 16_384, rounds=2 if quick else 7)
     for profile in ("balanced", "95/1"):
         yield ranks_row(profile, 2, tokens=1024 if quick else 8192, rounds=2 if quick else 5)

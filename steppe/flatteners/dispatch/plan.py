@@ -7,9 +7,10 @@ rank `dest[p]`. Pieces are sorted by destination; there the natives come first, 
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from typing import Any
 
@@ -98,64 +99,57 @@ def check_divides(num_experts: int, num_ranks: int) -> None:
 
 
 def _spill(per_expert: Ints, native: Ints, cap: int, min_rows: int, ranks_per_node: int) -> list[Move]:
-    """The moves: again and again the largest expert of the most loaded rank gives a tail to a helper.
+    """The moves: again and again the largest expert of the most loaded rank gives a tail to the least loaded helper, of
+    its own node while one has room, else of any.
 
     A step exhausts the excess, the helper's room or the expert, so a (expert, helper) pair can't occur twice: for the
     same two to meet again, all three would have to be left over.
     """
-    load: list[int] = native.tolist()
-    helpers = _Helpers(load, cap, ranks_per_node)
-    overloaded = [(-rows, rank) for rank, rows in enumerate(load) if rows - cap > min_rows]
-    heapq.heapify(overloaded)
-    table = per_expert.reshape(len(load), -1)
+    loads: list[int] = native.tolist()
+    helpers = _heaps_by(ranks_per_node, ((rows, rank) for rank, rows in enumerate(loads) if rows < cap), len(loads))
+    overloaded = [(-rows, rank) for rank, rows in enumerate(loads) if rows - cap > min_rows]
+    heapify(overloaded)
+    table = per_expert.reshape(len(loads), -1)
     num_native = table.shape[1]
     experts = {rank: [(-rows, e) for e, rows in enumerate(table[rank].tolist()) if rows] for _, rank in overloaded}
     for heap in experts.values():
-        heapq.heapify(heap)
+        heapify(heap)
     moves: list[Move] = []
-    while overloaded:
-        rank = overloaded[0][1]
-        keep, local = -experts[rank][0][0], experts[rank][0][1]
-        helper = helpers.least_loaded(rank)
-        rows = min(load[rank] - cap, keep, max(cap - load[helper], min_rows))
-        moves.append((rank * num_native + local, helper, keep - rows, keep))
-        load[rank] -= rows
-        load[helper] += rows
-        helpers.update(helper)
-        _replace(experts[rank], (rows - keep, local), rows < keep)
-        _replace(overloaded, (-load[rank], rank), load[rank] - cap > min_rows)
+    while overloaded:  # in the planner's millisecond: calls are written out
+        load, rank = overloaded[0]
+        kept, local = experts[rank][0]
+        near = helpers[rank // ranks_per_node] or min(filter(None, helpers))
+        filled, helper = near[0]
+        rows = cap - filled
+        if rows < min_rows:
+            rows = min_rows
+        if rows > -load - cap:
+            rows = -load - cap
+        if rows < -kept:
+            heapreplace(experts[rank], (kept + rows, local))
+        else:
+            rows = -kept
+            heappop(experts[rank])
+        if filled + rows < cap:
+            heapreplace(near, (filled + rows, helper))
+        else:
+            heappop(near)
+        if -load - rows - cap > min_rows:
+            heapreplace(overloaded, (load + rows, rank))
+        else:
+            heappop(overloaded)
+        moves.append((rank * num_native + local, helper, -kept - rows, -kept))
     return moves
 
 
-def _replace(heap: list[tuple[int, int]], item: tuple[int, int], stays: bool) -> None:
-    """Put the changed top of the heap back where it belongs, or take it off."""
-    if stays:
-        heapq.heapreplace(heap, item)
-    else:
-        heapq.heappop(heap)
-
-
-class _Helpers:
-    """Ranks with room, least loaded first, a heap a node and one over the nodes."""
-
-    def __init__(self, load: list[int], cap: int, ranks_per_node: int) -> None:
-        self.load, self.cap, self.per_node = load, cap, ranks_per_node
-        num_nodes = -(-len(load) // ranks_per_node)
-        self.heaps: list[list[tuple[int, int]]] = [[] for _ in range(num_nodes)]
-        for rank, rows in enumerate(load):
-            if rows < cap:
-                self.heaps[rank // ranks_per_node].append((rows, rank))
-        for heap in self.heaps:
-            heapq.heapify(heap)
-
-    def least_loaded(self, owner: int) -> int:
-        """The helper for `owner`: of its own node while one has room, then of any."""
-        own = self.heaps[owner // self.per_node]
-        return own[0][1] if own else min(heap[0] for heap in self.heaps if heap)[1]
-
-    def update(self, helper: int) -> None:
-        """The helper's load has grown; it leaves when it is full."""
-        _replace(self.heaps[helper // self.per_node], (self.load[helper], helper), self.load[helper] < self.cap)
+def _heaps_by(width: int, items: Iterable[tuple[int, int]], num_ranks: int) -> list[list[tuple[int, int]]]:
+    """A heap of (rows, rank) for each `width` neighbouring ranks."""
+    heaps: list[list[tuple[int, int]]] = [[] for _ in range(-(-num_ranks // width))]
+    for rows, rank in items:
+        heaps[rank // width].append((rows, rank))
+    for heap in heaps:
+        heapify(heap)
+    return heaps
 
 
 def _assemble(per_expert: Ints, num_ranks: int, moves: list[Move], cap: int) -> Plan:

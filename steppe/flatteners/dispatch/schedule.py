@@ -212,7 +212,7 @@ def receive_tables(layout: Layout, rank: int) -> Receives:
     return Receives(
         splits=splits.tolist(),
         group=group,
-        experts=_experts_of_chunks(length.sum(axis=1), group, first),
+        experts=_experts_of_chunks(np.einsum("jsp->jp", length), group, first),
         gather=gather,
         scatter=scatter,
         foreign=[[], *(part.tolist() for part in ids[1:])],
@@ -274,16 +274,18 @@ def _permutations(length: Ints, arrivals: Ints) -> tuple[Ranges, Ranges]:
     skewed.
     """
     chunks, num_sources, num_pieces = length.shape
-    by_expert = length.transpose(0, 2, 1)
-    at, at_by_expert = np.flatnonzero(length > 0), np.flatnonzero(by_expert > 0)
-    rows, rows_by_expert = length.reshape(-1)[at], by_expert.reshape(-1)[at_by_expert]
-    chunk = at // (num_sources * num_pieces)
+    at = np.flatnonzero(length > 0)  # of booleans: several times faster than of integers
+    rows = length.reshape(-1)[at]
+    row, piece = np.divmod(at, num_pieces)
+    chunk = row // num_sources
+    grouped_order = np.argsort((chunk * num_pieces + piece) * num_sources + row - chunk * num_sources)
     earlier = (arrivals.cumsum() - arrivals)[chunk]  # a chunk's entries stay together, so it serves both orders
-    arrival, grouped = np.empty_like(length), np.empty_like(by_expert, order="C")
-    arrival.reshape(-1)[at] = rows.cumsum() - rows - earlier
-    grouped.reshape(-1)[at_by_expert] = rows_by_expert.cumsum() - rows_by_expert - earlier
-    gather = _joined(arrival.transpose(0, 2, 1).reshape(-1)[at_by_expert], rows_by_expert, chunk, chunks)
-    return gather, _joined(grouped.transpose(0, 2, 1).reshape(-1)[at], rows, chunk, chunks)
+    rows_by_expert = rows[grouped_order]
+    arrival = rows.cumsum() - rows - earlier
+    grouped = np.empty_like(arrival)
+    grouped[grouped_order] = rows_by_expert.cumsum() - rows_by_expert - earlier
+    gather = _joined(arrival[grouped_order], rows_by_expert, chunk, chunks)
+    return gather, _joined(grouped, rows, chunk, chunks)
 
 
 def _joined(begin: Ints, rows: Ints, chunk: Ints, chunks: int) -> Ranges:
