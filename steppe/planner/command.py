@@ -91,7 +91,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(args: argparse.Namespace, told: Answer) -> None:
-    from steppe.planner.models import model_path
+    from steppe.planner.models import portable_path
     from steppe.planner.picture import draw
     from steppe.planner.plan import write_plan
 
@@ -106,7 +106,7 @@ def _write(args: argparse.Namespace, told: Answer) -> None:
             lines += (
                 f"Its own AdamW keeps both moments in {args.weight_dtype}, without masters: less than predicted.",
             )
-        write_plan(replace(told.plan, model=str(model_path(args.model))), args.out, comments=lines)
+        write_plan(replace(told.plan, model=portable_path(args.model, args.out.parent)), args.out, comments=lines)
     if args.picture is not None:
         draw(told, args.picture)
 
@@ -129,7 +129,9 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _standard_input() -> str:
-    """All of it; bytes that are no UTF-8, as logs have them, stand for themselves."""
+    """All of it; bytes that are no UTF-8, as logs have them, stand for themselves. Nothing where it is closed."""
+    if sys.stdin is None:
+        return ""
     binary = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if binary is None else binary.read().decode("utf-8", "replace")
 

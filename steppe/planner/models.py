@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from steppe.core.errors import ConfigError
 from steppe.core.shapes import ModelShape
 
 SHIPPED: Final = Path(__file__).parent / "models"
+_HUB_NAME: Final = re.compile(r"(?P<organisation>[\w-][\w.-]*/)?(?P<model>[\w-][\w.-]*)")
 
 DENSE: Final = ("llama", "mistral", "qwen2", "qwen3")
 MOE: Final = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "deepseek_v3")
@@ -77,12 +79,17 @@ def installed_transformers() -> str | None:
 
 
 def model_path(name: str | Path) -> Path:
-    """The config.json that a name means. Raises: ConfigError when there is none."""
+    """The config.json that a name means. A shipped one may stand behind an organisation, as on the Hub; a folder that
+    isn't there, or holds none, is never taken for a shipped model of its name.
+
+    Raises: ConfigError when there is none.
+    """
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
-    if not path.is_file():
-        path = SHIPPED / f"{str(name).lower().rsplit('/', 1)[-1]}.json"
+    hub = _HUB_NAME.fullmatch(str(name))
+    if not path.is_file() and hub is not None and not (hub["organisation"] and Path(name).is_dir()):
+        path = SHIPPED / f"{hub['model'].lower()}.json"
     if not path.is_file():
         raise ConfigError(
             "model",
@@ -91,6 +98,16 @@ def model_path(name: str | Path) -> Path:
             remedy="download the model's config.json and give its path",
         )
     return path
+
+
+def portable_path(name: str | Path, folder: Path) -> str:
+    """What a file in `folder` writes for a model so that it is found from there: a shipped name where one was meant,
+    a relative path where one was given. Raises: ConfigError as `model_path`.
+    """
+    path = model_path(name)
+    if path.parent == SHIPPED:
+        return path.stem
+    return str(path) if path.is_absolute() else os.path.relpath(path.resolve(), folder.resolve())
 
 
 def longest_position(name: str | Path) -> int:

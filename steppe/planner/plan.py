@@ -84,10 +84,16 @@ class Plan:
 def write_plan(plan: Plan, path: str | Path, *, comments: tuple[str, ...] = ()) -> None:
     """Write a plan as TOML that `steppe train` takes; `comments` stand above it, a line each.
 
-    Raises: ConfigError when tomli-w, which writes it, isn't installed.
+    Raises: ConfigError when tomli-w, which writes it, isn't installed, or for a model's path that is no text.
     """
-    header = "".join(f"# {line}\n" for line in comments)
-    Path(path).write_text(header + toml_writer().dumps(plan.to_tables()), encoding="utf-8")
+    printable = ("".join(c if c.isprintable() else "?" for c in line) for line in comments)
+    header = "".join(f"# {line}\n" for line in printable)
+    try:
+        written = (header + toml_writer().dumps(plan.to_tables())).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError("plan file", got=f"the model's path {plan.model!r}", allowed="a path in UTF-8",
+                          remedy="rename it") from error  # fmt: skip
+    Path(path).write_bytes(written)
 
 
 def read_plan(path: str | Path) -> Plan:

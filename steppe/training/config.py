@@ -13,6 +13,7 @@ from steppe.core.errors import ConfigError
 from steppe.core.policy import OFF
 from steppe.core.shapes import MeshShape
 from steppe.flatteners import NAMES, half
+from steppe.planner.models import model_path, shipped_models
 from steppe.training.tables import build, check_keys
 
 Dtype = Literal["float32", "bfloat16"]
@@ -23,7 +24,7 @@ PYDOC = "pydoc_topics"
 class ModelConfig:
     """[model]: which mixture-of-experts model, and with which weights it starts."""
 
-    config: str = ""  # a config.json or a directory that holds one; may be empty when `shape` names a model_type
+    config: str = ""  # config.json, a directory with one, or a shipped name; may be empty when `shape` has a model_type
     shape: Mapping[str, Any] = field(default_factory=dict)  # fields that replace those of the file
     weights: str = "random"  # or a directory of safetensors
     dtype: Dtype = "float32"  # the type that parameters are stored in
@@ -166,6 +167,7 @@ def parse(table: Mapping[str, Any], base: Path | None = None) -> RunConfig:
             raise ConfigError("run file", got=f"no [{needed}]", allowed="[model] and [data]", remedy=f"add [{needed}]")
     parts: dict[str, Any] = {name: build(cls, table.get(name, {}), name) for name, cls in SECTIONS.items()}
     _check_paths(RunConfig(**parts))
+    parts["model"] = _shipped(parts["model"], base)
     if base is not None:
         parts["model"] = _rebase(parts["model"], base, config="", weights="random")
         parts["data"] = _rebase(parts["data"], base, path=PYDOC, tokenizer="", validation="")
@@ -203,6 +205,14 @@ def _policy(name: str, value: object) -> Any:
         f"flatten.{name}", got=repr(value), allowed='"off", "on" or a table of its policy',
         remedy=f'write {name} = "on" or [flatten.{name}]',
     )  # fmt: skip
+
+
+def _shipped(model: ModelConfig, base: Path | None) -> ModelConfig:
+    """`model` with the path of a shipped config in place of its name, unless a config of that name is there."""
+    here = (base or Path()) / model.config
+    if model.config not in shipped_models() or here.is_file() or (here / "config.json").is_file():
+        return model
+    return dataclasses.replace(model, config=str(model_path(model.config)))
 
 
 def _rebase(section: Any, base: Path, **untouched: str | None) -> Any:

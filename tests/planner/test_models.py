@@ -22,6 +22,19 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in {**fields, **changes}.items() if value != "missing"}
 
 
+def test_a_shipped_model_is_found_by_its_name_on_the_hub() -> None:
+    assert load_model("Qwen/Qwen3-0.6B") == load_model("qwen3-0.6b")
+
+
+@pytest.mark.parametrize(
+    "name", ["{}/qwen3-0.6b", "{}/moved/qwen3-0.6b", "./qwen3-0.6b", "../qwen3-0.6b", "a/b/qwen3-4b"]
+)
+def test_a_folder_without_a_config_is_not_taken_for_a_shipped_model_of_its_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "qwen3-0.6b").mkdir()
+    with pytest.raises(ConfigError, match="a folder that holds one"):
+        load_model(name.format(tmp_path))
+
+
 def test_a_multi_modal_config_is_its_language_model() -> None:
     inner = config_of("qwen3-30b-a3b", model_type="qwen3_vl_moe_text")
     inner.pop("tie_word_embeddings", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -12,9 +13,11 @@ from steppe.core.errors import ConfigError
 from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, Dtypes, MeshShape
 from steppe.flatteners import NAMES
+from steppe.planner.models import SHIPPED, load_model, portable_path, shape_from_config
 from steppe.planner.plan import Plan, policy_class, policy_from, policy_table, read_plan, write_plan
 from steppe.planner.predict import subsets
 from steppe.planner.search import policies_of
+from steppe.training.config import load as config_of_run
 
 ALL_ON = {name: policies_of(name)[0] for name in NAMES}
 MESH = MeshShape(16, sequence=8, expert=16, vocab=8)
@@ -49,6 +52,34 @@ def test_on_means_the_defaults_and_off_is_a_value(name: str) -> None:
 def test_an_unknown_field_of_a_policy_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[flatten.{name}\].*speed"):
         policy_from(name, {"speed": 3})
+
+
+def test_a_model_is_written_so_that_it_is_found_from_the_plans_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "plans").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = Path("models/config.json")
+    config.write_text((SHIPPED / "qwen3-0.6b.json").read_text())
+    for asked, written in (
+        ("models", "../models/config.json"), (str(config.resolve()), str(config.resolve())), ("qwen3-4b", "qwen3-4b"),
+        ("Qwen/Qwen3-4B", "qwen3-4b"),
+    ):  # fmt: skip
+        assert portable_path(asked, Path("plans")) == written
+        Path("plans/plan.toml").write_text(f'[model]\nconfig = "{written}"\n[data]\nseq_len = 1024\n')
+        found = config_of_run("plans/plan.toml").model.config
+        assert shape_from_config(json.loads(Path(found).read_text())) == load_model(asked)
+
+
+def test_a_name_that_toml_cannot_write_leaves_the_file_and_the_comments_sound(tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    write_plan(Plan("a\nb", BatchShape(1024), MESH), out, comments=("a\nb = 1",))
+    assert read_plan(out).model == "a\nb"
+    before = out.read_text()
+    with pytest.raises(ConfigError, match="a path in UTF-8"):
+        write_plan(Plan("\udcff.json", BatchShape(1024), MESH), out)
+    assert out.read_text() == before
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
