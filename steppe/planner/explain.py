@@ -24,11 +24,14 @@ UNITS: Final = {
 }  # fmt: skip
 _DIGITS: Final = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"  # no sign, no decimal comma
 _SIZE: Final = re.compile(rf"(?<![-\d,.])({_DIGITS})\s*(KiB|MiB|GiB|TiB|KB|MB|GB|TB|bytes|B)\b")
-# torch, its CPU allocator, XLA and numpy ask to allocate; NCCL fails to calloc.
+# torch, its CPU allocator, XLA and numpy ask to allocate; NCCL fails to calloc; cudaMallocAsync was requested.
 _TRIED: Final = re.compile(
-    r"(?:tr(?:ied|ying)\s+to|unable\s+to|failed\s+to|can't|cannot)[\w\s]{0,20}?\s[cm]?alloc(?:ate)?\b(?=(.{1,40}))",
+    r"(?:(?:tr(?:ied|ying)\s+to|unable\s+to|failed\s+to|can't|cannot)[\w\s]{0,20}?\s[cm]?alloc(?:ate)?\b"
+    r"|exceed\s+allowed\s+memory.{1,120}?\brequested\s*:)(?=(.{1,40}))",
     re.IGNORECASE | re.DOTALL,
 )
+# Metal's allocator writes KB, MB and GB for powers of 2 (newer versions KiB, MiB and GiB).
+_METAL: Final = re.compile(r"\s(?:KB|MB|GB)\s+on\s+(?:private|shared)\s+pool")
 # Figures that stand beside the allocation in such messages and are none.
 _READ_OUT: Final = re.compile(r"capacity|memory in use|\bfree\b|allocated|reserved|max allowed|\bhas\b", re.IGNORECASE)
 _STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -88,7 +91,13 @@ def find_sizes(text: str) -> tuple[Printed, ...]:
             remedy='copy the line that says "Tried to allocate"; where no line does ("CUDA error: out of memory"), '
             "no tensor is named: `steppe plan` says which peak is the largest",
         )  # fmt: skip
-    return tuple(dict.fromkeys(Printed(found.group(1), found.group(2)) for found in tried))
+    return tuple(dict.fromkeys(_printed(found) for found in tried))
+
+
+def _printed(found: re.Match[str]) -> Printed:
+    number, unit = found.groups()
+    binary = _METAL.match(found.string, found.start(2) - 1)
+    return Printed(number, f"{unit[0]}iB" if binary else unit)
 
 
 def find_size(text: str) -> Printed:

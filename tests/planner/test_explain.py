@@ -115,6 +115,11 @@ def test_text_without_an_allocation_is_refused_with_an_example(text: str) -> Non
         "already allocated; 30.11 GiB free; 41.00 GiB reserved in total by PyTorch)",
         "MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB). Tried to allocate 37.09 GiB on",
         "_ArrayMemoryError: Unable to allocate 37.09 GiB for an array with shape (65536, 151936)",
+        "MPS backend out of memory (MPS allocated: 5.05 GB, other allocations: 4.00 GB, max allowed: 9.07 GB). Tried "
+        "to allocate 37.09 GB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit",
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 15.16 GiB\n"
+        "Requested               : 37.09 GiB\nDevice limit            : 15.99 GiB\nFree (according to CUDA): 0 bytes",
+        "slurmstepd: memory requested: 64 GB\nTried to allocate 37.09 GiB",
         "NCCL WARN Failed to CUDA calloc async 37.09 GiB",
         "\x1b[31mTried to allocate\x1b[0m\n37.09 GiB.",
     ],
