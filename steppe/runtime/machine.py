@@ -6,7 +6,6 @@ machine can't show (a link without an accelerator) is left out, and the reader k
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from steppe.core.errors import ConfigError
@@ -24,6 +24,7 @@ from steppe.core.units import MiB, format_bytes
 
 NODES: Final = Path("/sys/devices/system/node")
 TILE: Final = 1 << 14  # elements of a cache-sized tile
+_MOST: Final = 10**20  # of any figure: a limit of memory may be as large as 2^64
 Update = Callable[[int, int], float]  # (parameters, threads) -> seconds of one AdamW pass
 
 
@@ -75,6 +76,11 @@ def calibrate(*, seconds: float = 2.0, update: Update | None = None) -> Measured
 
 def save(measured: Measured, path: str | Path) -> None:
     """Write the figures as TOML. Raises: ConfigError when tomli-w isn't installed."""
+    table = {key: value for key, value in asdict(measured).items() if value not in (None, {})}
+    Path(path).write_text(_toml_writer().dumps({"machine": table}), encoding="utf-8")
+
+
+def _toml_writer() -> ModuleType:
     try:
         import tomli_w
     except ImportError as missing:
@@ -82,8 +88,7 @@ def save(measured: Measured, path: str | Path) -> None:
             "writing TOML", got="tomli-w is not installed", allowed="tomli-w >= 1.1",
             remedy="pip install tomli-w, or pip install 'steppe[train]'",
         ) from missing  # fmt: skip
-    table = {key: value for key, value in asdict(measured).items() if value not in (None, {})}
-    Path(path).write_text(tomli_w.dumps({"machine": table}), encoding="utf-8")
+    return tomli_w
 
 
 def load(path: str | Path) -> Measured:
@@ -96,9 +101,10 @@ def load(path: str | Path) -> Measured:
         ) from error
     allowed = [f.name for f in fields(Measured)]
     if not isinstance(table, dict) or set(table) - set(allowed):
+        found = sorted(set(table) - set(allowed)) if isinstance(table, dict) else f"machine = {table!r}"
         raise ConfigError(
-            "machine file", got=f"{path}: {sorted(table or ())}", allowed="[machine] with " + ", ".join(allowed),
-            remedy="run steppe calibrate",
+            "machine file", got=f"{path}: {'no [machine]' if table is None else found}",
+            allowed="[machine] with " + ", ".join(allowed), remedy="run steppe calibrate",
         )  # fmt: skip
     _check_figures(path, table)
     return Measured(**table)
@@ -111,16 +117,17 @@ def _check_figures(path: str | Path, table: Mapping[str, Any]) -> None:
     named = rates if isinstance(rates, dict) else {"": rates}
     figures |= {f"adamw_rates.{threads}": rate if named is rates else None for threads, rate in named.items()}
     for name, value in figures.items():
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= _MOST
         if not good and not (name == "page_lock_bytes" and value == 0):
             raise ConfigError(
-                "machine file", got=f"{path}: {name} = {value!r}", allowed="finite numbers above 0",
+                "machine file", got=f"{path}: {name} = {value!r}", allowed=f"finite numbers above 0, 1 to {_MOST:.0e}",
                 remedy="run steppe calibrate again, or leave the line out",
             )  # fmt: skip
 
 
 def calibrate_command(out: Path, update: Update | None = None) -> int:
     """`steppe calibrate`: measure, write the TOML file, print what was found."""
+    _toml_writer()  # refused before the minute of measuring, not after it
     measured = calibrate(update=update)
     save(measured, out)
     print("\n".join((*describe(measured), f"written to {out}")))

@@ -69,10 +69,15 @@ def test_cpu_lists_of_the_kernel_are_read() -> None:
     assert machine._cpu_list("\n") == set()
 
 
-def test_a_file_that_is_no_machine_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("[machine]\nspeed = 3\n", "speed"), ("", r"no \[machine\]"), ("machine = 3", "machine = 3"),
+     ('machine = [1, "a"]', "machine = "), ("[[machine]]\na = 1\n[[machine]]\nb = 2\n", "machine = ")],
+)  # fmt: skip
+def test_a_file_that_is_no_machine_is_refused_with_the_command_to_run(text: str, named: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
-    bad.write_text("[machine]\nspeed = 3\n")
-    with pytest.raises(ConfigError, match="steppe calibrate"):
+    bad.write_text(text)
+    with pytest.raises(ConfigError, match=f"{named}.*steppe calibrate"):
         machine.load(bad)
     with pytest.raises(ConfigError, match="steppe calibrate"):
         machine.load(tmp_path / "absent.toml")
@@ -84,6 +89,9 @@ def test_without_tomli_w_writing_says_what_to_install(
     monkeypatch.setitem(sys.modules, "tomli_w", None)
     with pytest.raises(ConfigError, match="pip install tomli-w"):
         machine.save(measured, tmp_path / "machine.toml")
+    monkeypatch.setattr(machine, "calibrate", lambda **_: pytest.fail("measured before it was refused"))
+    with pytest.raises(ConfigError, match="pip install tomli-w"):
+        machine.calibrate_command(tmp_path / "machine.toml")
 
 
 @pytest.mark.gpu
