@@ -18,22 +18,39 @@ _EPILOG = "A first run: `steppe train run.toml --ranks 2`; what a run.toml holds
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; refusals print one line and exit with 2."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    name, code = parser.prog, 0
     try:
-        _check_targets(args)
-        return int(args.run(args) or 0)
-    except SteppeError as refusal:
-        print(f"steppe {args.command}: {refusal}", file=sys.stderr)
-        return 2
+        try:
+            args = parser.parse_args(argv)
+            name = f"{parser.prog} {args.command}"
+            _check_targets(args)
+            code = int(args.run(args) or 0)
+        except SteppeError as refusal:
+            print(f"{name}: {refusal}", file=sys.stderr)
+            code = 2
+        finally:
+            _flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except OSError as failure:
-        print(f"steppe {args.command}: {failure}; check the path, its permissions and the disk", file=sys.stderr)
+        print(f"{name}: {failure}; check the path, its permissions and the disk", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"steppe {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    return code
+
+
+def _flush() -> None:
+    """Write out what was printed, while a reader who has left or a full disk can still be answered: Python itself
+    does it after the last line of the program, prints "Exception ignored" and exits with 120."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to fail at the exit
+        raise
 
 
 def _check_targets(args: argparse.Namespace) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,21 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     assert "--picture: got" in _said(capsys, "profile", run_file, "--picture", tmp_path / path)
     assert "--out: got" in _said(capsys, "plan", "qwen3-0.6b", "--seq-len", "4K", "--out", tmp_path / path)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["explain", "37.09 GiB", "qwen3-0.6b", "--seq-len", "65536"]])
+def test_a_reader_who_left_is_no_failure_and_a_full_disk_is_one(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "steppe.cli", *arguments]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ours, theirs = os.pipe()
+    os.close(ours)
+    left = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, env=buffered)
+    os.close(theirs)
+    assert (left.returncode, left.stderr) == (0, b"")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("steppe") and done.stderr.count("\n") == 1 and "No space" in done.stderr
 
 
 def test_an_export_below_a_file_is_refused(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
