@@ -47,6 +47,7 @@ ALWAYS: Final = frozenset(Moment)
 # Tensors of every program that a flattener may make needless: its budget names them in `replaces(policy)`.
 HEAD_GATHERED: Final = "head, gathered"
 HEAD_GRADIENT: Final = "head's gradient, unsharded"
+ROUTER_GRADIENT: Final = "gradient through the router"
 EXPERTS_EARLY: Final = "next block's experts, gathered early"
 EXPERTS_REDUCED: Final = "last block's expert gradients, being reduced"
 GRADIENT_SHARDS: Final = "gradients of the shards"

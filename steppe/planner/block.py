@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from steppe.core.ledger import ALWAYS, ATTENTION_BACKWARD, BLOCK_BACKWARD, MLP_BACKWARD, ROUTER_LOSS, Entry, Moment
+from steppe.core.ledger import (
+    ALWAYS,
+    ATTENTION_BACKWARD,
+    BLOCK_BACKWARD,
+    MLP_BACKWARD,
+    ROUTER_GRADIENT,
+    ROUTER_LOSS,
+    Entry,
+    Moment,
+)
 from steppe.core.shapes import RunShape
 
 _RUNS = BLOCK_BACKWARD | {Moment.FORWARD, Moment.LOSS, Moment.EVALUATE}
@@ -125,7 +134,10 @@ def _hidden(shape: RunShape) -> Iterator[Entry]:
     yield Entry("attention", "norm before attention", first, BLOCK_BACKWARD)
     yield Entry("other", "norm before the MLP", second, MLP_BACKWARD | {Moment.DENSE_END})
     yield Entry("other", "final norm", second, frozenset({Moment.LOSS}))
-    yield Entry("other", "gradients of the hidden state", 2 * elements * itemsize, BLOCK_BACKWARD)
+    one, gradients = elements * itemsize, "gradients of the hidden state"
+    yield Entry("other", gradients, 2 * one, frozenset({Moment.DENSE_END}))
+    yield Entry("other", gradients, one, ATTENTION_BACKWARD)  # the residual's, which attention's output shares
+    yield Entry("other", gradients, one if model.num_moe_layers else 2 * one, MLP_BACKWARD)
     forward = frozenset({Moment.FORWARD, Moment.EVALUATE})
     yield Entry("other", "residual and normed hidden state", 2 * elements * itemsize, forward)
     rotary = 2 * shape.tokens_per_rank * (model.rope_head_dim or model.head_dim) * itemsize
@@ -138,6 +150,8 @@ def _router(shape: RunShape) -> Iterator[Entry]:
     if model.num_moe_layers:
         chosen = tokens * model.experts_per_token * (8 + 4)
         yield Entry("router", "probabilities and choices", 4 * tokens * model.num_experts + chosen, MLP_BACKWARD)
+        back = tokens * model.hidden * shape.dtypes.activation_bytes
+        yield Entry("router", ROUTER_GRADIENT, back, MLP_BACKWARD)
 
 
 def router_loss_entries(shape: RunShape) -> Iterator[Entry]:

@@ -202,6 +202,14 @@ def test_scores_are_counted_where_no_fused_kernel_knows_the_sinks() -> None:
     assert "scores, materialised" not in held(fused, Moment.BACKWARD)
 
 
+def test_attentions_backward_shares_its_outputs_gradient_with_the_residual() -> None:
+    shape = RunShape(load_model("qwen3-30b-a3b"), BatchShape(8192), MeshShape(8))
+    one = 8192 * 2048 * 2
+    assert held(shape, Moment.ATTENTION)["gradients of the hidden state"] == one
+    assert held(shape, Moment.BACKWARD)["gradients of the hidden state"] == one
+    assert held(shape, Moment.BACKWARD)["gradient through the router"] == one
+
+
 def test_latent_attention_holds_its_latents_and_expanded_keys() -> None:
     shape = RunShape(load_model("deepseek-v3"), BatchShape(4096), MeshShape(64))
     kept = held(shape, Moment.ATTENTION)

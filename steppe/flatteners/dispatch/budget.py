@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from steppe.core.errors import ConfigError
-from steppe.core.ledger import EXPERTS_EARLY, EXPERTS_REDUCED, ROUTER_LOSS, Entry, Moment
+from steppe.core.ledger import EXPERTS_EARLY, EXPERTS_REDUCED, ROUTER_GRADIENT, ROUTER_LOSS, Entry, Moment
 from steppe.core.policy import OFF, Off, Verdict
 from steppe.core.shapes import MachineShape, RunShape
 from steppe.core.units import format_bytes
@@ -232,11 +232,21 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
         Entry("dispatch", "token gradients, rounded", max(0, held.rounded - held.tile), back),
         Entry("gathered", "expert gradients built so far", held.weight_gradients, back),
         Entry("dispatch", "route-weight gradients", held.route_gradients, back),
+        Entry("router", "its gradient, beyond the experts'", _beyond_the_experts(shape, layer, held), back),
         Entry("dispatch", "combined output, float32", layer.num_tokens * layer.hidden * layer.sum_bytes,
               frozenset({Moment.FORWARD})),
         Entry("dispatch", "row order", held.row_order * shape.model.num_moe_layers, inside | {Moment.LOSS}),
     ]  # fmt: skip
     return tuple(named)
+
+
+def _beyond_the_experts(shape: RunShape, layer: LayerShape, held: Cost) -> int:
+    """Bytes by which the router's backward exceeds the experts': its own gradient [N, H] beside theirs, by then rounded,
+    with the tile gone, and the gathered experts too where the complementary axis shards them."""
+    gradient = layer.num_tokens * layer.hidden * layer.row_bytes
+    gathered = held.weight_gradients if shape.mesh.zero >= 3 and shape.mesh.world > shape.mesh.expert else 0
+    after = gradient + (held.rounded or held.token_gradients)
+    return max(0, after - held.token_gradients - max(held.tile, held.rounded) - held.gradient_sums - gathered)
 
 
 def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry, ...]:
@@ -280,8 +290,9 @@ def pays(shape: RunShape, machine: MachineShape) -> Verdict:
 
 def replaces(policy: DispatchPolicy) -> tuple[str, ...]:
     """The auxiliary loss comes from counts: no router logits are held, and no one-hot is built. Experts are FSDP2
-    groups of their own, gathered and reduced one block at a time."""
-    return (*ROUTER_LOSS, EXPERTS_EARLY, EXPERTS_REDUCED)
+    groups of their own, gathered and reduced one block at a time. The router's gradient competes with the experts'
+    tile (`entries`)."""
+    return (*ROUTER_LOSS, EXPERTS_EARLY, EXPERTS_REDUCED, ROUTER_GRADIENT)
 
 
 def hides(policy: DispatchPolicy) -> tuple[str, ...]:

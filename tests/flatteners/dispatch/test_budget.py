@@ -11,7 +11,7 @@ import pytest
 from steppe.core.errors import ConfigError
 from steppe.core.ledger import Ledger, Moment
 from steppe.core.policy import OFF
-from steppe.core.shapes import BatchShape, MachineShape, MeshShape, ModelShape, RunShape
+from steppe.core.shapes import BatchShape, Dtypes, MachineShape, MeshShape, ModelShape, RunShape
 from steppe.core.units import GiB
 from steppe.flatteners.dispatch.budget import DispatchPolicy, cost, entries, layer_of, pays
 
@@ -45,8 +45,27 @@ def test_the_plain_program_holds_every_route() -> None:
 def test_entries_name_their_owner_and_stand_in_forward_or_backward() -> None:
     for policy in (OFF, DispatchPolicy()):
         for entry in entries(RUN, policy):
-            assert entry.owner in ("dispatch", "gathered")
+            assert entry.owner in ("dispatch", "gathered", "router")
             assert entry.during & {Moment.FORWARD, Moment.BACKWARD}
+
+
+@pytest.mark.parametrize(("world", "gathered"), [(2, False), (4, True)])
+def test_the_routers_gradient_counts_where_it_exceeds_what_the_experts_backward_holds(
+    world: int, gathered: bool
+) -> None:
+    model = replace(PAPER, hidden=512, num_experts=4, experts_per_token=2, expert_width=16)
+    wide = Dtypes("float32", "float32", "float32", "float32")
+    run = RunShape(model, BatchShape(4096 * world), MeshShape(world=world, expert=2), MachineShape(device="cpu"), wide)
+    policy = DispatchPolicy(chunk_tokens=64)
+
+    def router(run: RunShape) -> int:
+        return sum(entry.num_bytes for entry in entries(run, policy) if entry.owner == "router")
+
+    layer = layer_of(run)
+    held = cost(layer, policy)
+    native = 2 * 3 * 512 * 16 * 4 if gathered else 0
+    assert router(run) == layer.num_tokens * 512 * 4 - held.tile - native > 0
+    assert router(replace(run, dtypes=Dtypes())) == 0  # float32 token gradients are gone by then: twice as large
 
 
 def test_a_dense_model_has_no_dispatch() -> None:
