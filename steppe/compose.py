@@ -15,7 +15,7 @@ that ranks sum what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -142,14 +142,16 @@ def flatten_peaks(
     before optimizer traffic.
 
     Peak: `planner.predict` of the plan. Exactness: each flattener's own.
-    Raises: ConfigError for unknown names or group sizes that don't fit; ConflictError for what is live on the model,
-        an FSDP2 wrapping by somebody else included. Nothing stays attached after an error.
+    Raises: ConfigError for unknown names, group sizes that don't fit, and modules of two types; ConflictError for what
+        is live on the model, an FSDP2 wrapping by somebody else included. Nothing stays attached after an error.
     """
     policies = getattr(plan, "policies", plan)
     _check_policies(policies)
     refuse_foreign_sharding(model)
-    blocks_of(model)
+    blocks = blocks_of(model)
     meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
+    for unit in (*blocks, model) if meshes.dense is not None else ():
+        _of_other_types(unit, set())  # raises while nothing is placed yet
     sequence = join_sequences(model, meshes)
     try:
         flattened = attach_all(model, policies, meshes, link)
@@ -263,11 +265,41 @@ def shard(flattened: Flattened, meshes: Meshes, *, mp_policy: Any = None, blocks
         own = getattr(handle, "parameters", None)
         ignored |= set(own() if callable(own) else own or ())
     for module in (*(blocks or blocks_of(flattened.model)), flattened.model):
+        for part in _of_other_types(module, ignored):
+            fully_shard(part, mesh=meshes.dense, ignored_params=ignored, **options)
         fully_shard(module, mesh=meshes.dense, ignored_params=ignored, **options)
     for module in flattened.model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _of_other_types(unit: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules in a unit of FSDP2's whose own parameters aren't of the unit's main type: FSDP2 reduces the gradients
+    of a unit in one. Some families keep their routers in float32, whatever the others are.
+
+    Raises: ConfigError where one module mixes types.
+    """
+    held = [(module, p) for module in _unsharded(unit) for p in module.parameters(recurse=False)
+            if p.requires_grad and p not in ignored]  # fmt: skip
+    counts: dict[torch.dtype, int] = {}
+    for _, parameter in held:
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    main = max(counts, key=lambda dtype: counts[dtype], default=None)
+    others = dict.fromkeys(module for module, parameter in held if parameter.dtype != main)
+    for module in others:
+        if len(types := {str(p.dtype) for owner, p in held if owner is module}) > 1 or module is unit:
+            raise ConfigError(f"parameters of {type(module).__name__}", got=", ".join(sorted(types | {str(main)})),
+                              allowed="one type a module", remedy="cast them to one before flatten_peaks")  # fmt: skip
+    return list(others)
+
+
+def _unsharded(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those below it that FSDP2 hasn't sharded already."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _unsharded(child)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

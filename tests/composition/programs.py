@@ -49,9 +49,23 @@ def own(mesh: MeshShape, rank: int) -> tuple[slice, slice]:
 
 def weights_of(family: str, dtype: str) -> Any:
     """The toy in its type. In bfloat16 its routes are settled: else a rounding moves a token to another expert, and
-    two right programs differ by a whole token."""
-    model = toy_model(family).train()
-    return model if dtype == "float32" else settle(model).to(getattr(torch, dtype))
+    two right programs differ by a whole token. What its family keeps in float32 stays there, as it does when
+    transformers loads it."""
+    model: Any = toy_model(family).train()
+    if dtype == "float32":
+        return model
+    wide = tuple(model._keep_in_fp32_modules_strict or ())
+    return narrowed(settle(model), dtype, wide)
+
+
+def narrowed(model: Any, dtype: str, wide: tuple[str, ...]) -> Any:
+    """The model in another type, save the parameters and buffers whose names end in `wide`."""
+    kept = {name: t.detach().clone() for name, t in model.state_dict().items() if name.endswith(wide)} if wide else {}
+    model.to(getattr(torch, dtype))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in kept:
+            tensor.data = kept[name]
+    return model
 
 
 @torch.no_grad()

@@ -121,3 +121,15 @@ def _refused(rank: int, world_size: int) -> None:
 def test_a_model_that_was_refused_is_the_model_that_it_was() -> None:
     """Conflicts are looked for before the first flattener places a parameter."""
     run_ranks(_refused, 2)
+
+
+def _two_types(rank: int, world_size: int) -> None:
+    model = toy_model("qwen3_moe", attention_bias=True)
+    model.model.layers[1].self_attn.q_proj.bias.data = model.model.layers[1].self_attn.q_proj.bias.bfloat16()
+    with pytest.raises(ConfigError, match=r"parameters of Linear: got torch.bfloat16, torch.float32"):
+        flatten_peaks(model, policies(NAMES), mesh=MeshShape(world_size))
+    assert not any(isinstance(p, DTensor) for p in model.parameters()), "refused while nothing is placed yet"
+
+
+def test_a_module_of_two_types_is_refused_before_fsdp2_would_fail_in_a_step() -> None:
+    run_ranks(_two_types, 1)
