@@ -24,6 +24,7 @@ _ATTENTION: Final = ("self_attn", "attn", "attention", "self_attention")
 _ROUTERS: Final = ("gate", "router")
 _HEADS: Final = ("lm_head", "output", "head")
 _AUXILIARY_LOSS: Final = "load_balancing_loss_func"
+COMPILED: Final = "compiled"  # no owner: modules whose insides nobody looks into
 
 
 def attribute(model: nn.Module) -> Attribution:
@@ -46,9 +47,11 @@ class Attribution:
                 self.found.setdefault(owner, []).append(name)
                 if owner == "boundary":
                     self._wrap_layer(module)
-                else:
+                elif owner != COMPILED:
                     self._wrap(module, _entry(module), owner)
-            self._wrap_losses(model)
+            for prefix, core in _cores(model):
+                if not any(prefix.startswith(name and f"{name}.") for name in self.found.get(COMPILED, ())):
+                    self._wrap_losses(prefix, core)
         except BaseException:
             self.remove()
             raise
@@ -69,10 +72,10 @@ class Attribution:
         if recompute is not None:
             self._undo.append(replace(layer, "_gradient_checkpointing_func", _label_free(recompute)))
 
-    def _wrap_losses(self, model: nn.Module) -> None:
+    def _wrap_losses(self, prefix: str, model: nn.Module) -> None:
         loss = getattr(model, "loss_function", None)
         if callable(loss) and not isinstance(loss, nn.Module):
-            self.found.setdefault("vocab", []).append("loss_function")
+            self.found.setdefault("vocab", []).append(f"{prefix}loss_function")
             name = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else None
             self._undo.append(replace(model, name or "loss_function", scopes.region("vocab", loss)))
         code = sys.modules.get(_written_class(model).__module__)
@@ -82,22 +85,56 @@ class Attribution:
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(owner, name, module) of everything recognised; what lies inside attention or experts belongs to them."""
+    """(owner, name, module) of everything recognised; what lies inside attention or experts belongs to them.
+
+    A compiled module is charged from outside: a label inside would break its graph, and measure another program.
+    """
     taken: list[str] = []
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    cores = [core for _, core in _cores(model)]
+    heads = [core.get_output_embeddings() for core in cores if _has(core, "get_output_embeddings")]
     for name, module in model.named_modules():
-        if not name or any(name.startswith(prefix) for prefix in taken):
+        if any(name.startswith(prefix) for prefix in taken):
+            continue
+        if _is_compiled(module):
+            taken.append(name and f"{name}.")
+            yield COMPILED, name, module
+        if not name:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        owner = "vocab" if module is head else _role(name, module, parent, at_root=parent is model)
+        is_head = any(module is head for head in heads)
+        owner = "vocab" if is_head else _role(name, module, parent, at_root=any(parent is core for core in cores))
         if owner is not None:
             yield owner, name, module
             if owner != "boundary":
-                taken.append(name + ".")
+                taken.append(f"{name}.")
+
+
+def _cores(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(prefix of its names, module) of the outermost modules that have a head or a loss of Hugging Face's, under
+    whatever wraps them (DDP, torch.compile, adapters, a trainer's module); else the model without its wrappers.
+
+    A wrapper may answer for what it wraps, so only what a class or an instance itself has counts.
+    """
+    outermost: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(prefix) for prefix, _ in outermost)
+        if not inside and (_has(module, "get_output_embeddings") or _has(module, "loss_function")):
+            outermost.append((f"{name}." if name else "", module))
+    if outermost:
+        return outermost
+    prefix = ""
+    while len(children := list(model.named_children())) == 1 and not list(model.parameters(recurse=False)):
+        ((name, model),) = children
+        prefix += f"{name}."
+    return [(prefix, model)]
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return hasattr(type(module), name) or name in vars(module)
 
 
 def _role(name: str, module: nn.Module, parent: nn.Module, *, at_root: bool) -> str | None:
-    kind, place = type(module).__name__, name.rpartition(".")[2]
+    kind, place = type(getattr(module, "_orig_mod", module)).__name__, name.rpartition(".")[2]
     if kind.endswith("DecoderLayer") or (isinstance(parent, nn.ModuleList) and _is_layer_list(name)):
         return "boundary"
     if "Attention" in kind or place in _ATTENTION:
@@ -114,6 +151,10 @@ def _role(name: str, module: nn.Module, parent: nn.Module, *, at_root: bool) -> 
 def _is_layer_list(name: str) -> bool:
     path = name.split(".")
     return len(path) >= 2 and path[-2] in _LAYER_LISTS
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def _entry(module: nn.Module) -> str:

@@ -196,6 +196,63 @@ def test_a_recompute_of_a_hugging_face_layer_starts_free_of_labels_too():
     assert seen == ["other", "other"]
 
 
+class Trained(nn.Module):
+    """What DDP, an accelerator or a trainer makes of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self.value_head = nn.Linear(HIDDEN, 1)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrapped", [Trained, nn.DataParallel])
+def test_head_and_loss_are_found_inside_a_wrapper(wrapped):
+    model, ids = wrapped(family_model("qwen3_moe")), token_ids()
+    handle = attribute(model)
+    assert handle.found["vocab"] == ["module.lm_head", "module.loss_function"]
+    with Meter(model) as meter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    handle.remove()
+    assert_peak(meter.ledger().peaks["vocab"], 3 * TOKENS * VOCAB * 4, 4096, "scalars of the mean")
+    plain = nn.Sequential(Plain())
+    assert attribute(plain).found["vocab"] == ["0.lm_head"]
+
+
+@pytest.mark.parametrize("how", ["blocks", "replaced blocks", "whole", "wrapper"])
+def test_compiled_modules_keep_their_graphs_and_are_left_as_they_were(how):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model, ids = toy_model("qwen3_moe"), torch.arange(32)[None]
+    layers = model.model.layers
+    if how == "blocks":
+        for layer in layers:
+            layer.compile(backend=backend)
+    elif how == "replaced blocks":
+        for index, layer in enumerate(layers):
+            layers[index] = torch.compile(layer, backend=backend)
+    elif how == "whole":
+        model.compile(backend=backend)
+    called = torch.compile(model, backend=backend) if how == "wrapper" else model
+    called(input_ids=ids, labels=ids).loss.backward()
+    before, made = forwards_of(model), len(graphs)
+    handle = attribute(called)
+    called(input_ids=ids, labels=ids).loss.backward()
+    handle.remove()
+    assert len(graphs) == made > 0
+    assert forwards_of(model) == before
+    expected = ["model.layers.0", "model.layers.1"] if "blocks" in how else [""]
+    assert handle.found["compiled"] == expected
+    assert ("lm_head" in handle.found.get("vocab", ())) is ("blocks" in how)
+
+
 def test_a_compiled_module_stays_compiled():
     calls = []
 
