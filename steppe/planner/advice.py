@@ -54,11 +54,13 @@ def order(without: Without) -> list[tuple[str, int]]:
 
 
 def advise(
-    ledger: Ledger, without: Without, ceiling_bytes: int | None = None, on: Collection[str] = ()
-) -> tuple[str, ...]:
+    ledger: Ledger, without: Without, ceiling_bytes: int | None = None, on: Collection[str] = (),
+    unseen: Collection[str] = (),
+) -> tuple[str, ...]:  # fmt: skip
     """In sentences: who holds the peak, which schedules to switch on, in which order, and which would save nothing.
 
-    When none stands out and the step doesn't fit, what is left is batch x sequence length against the ceiling.
+    When all of them together don't make the step fit, what is left is batch x sequence length against the ceiling.
+    Of peaks that are `unseen`, since nobody knew their makers, nothing is said.
     """
     height = ledger.device_peak_bytes
     top = max(ledger.holders, key=lambda owner: ledger.holders[owner], default="other")
@@ -66,12 +68,12 @@ def advise(
     said = [f"The peak is {format_bytes(height)}, in {ledger.moment or 'no step'}; {top} holds {share}% of it."]
     if ceiling_bytes is not None:
         said.append(_against(height, ceiling_bytes))
-    worth = switch_on(without, on)
+    worth = switch_on(without, on, ceiling_bytes, unseen)
     said += worth
     least = without(PEAKS)
     if not worth:
         said.append("None of the four peaks stands out.")
-    if ceiling_bytes is not None and (least if worth else height) > ceiling_bytes:
+    if ceiling_bytes is not None and least > ceiling_bytes:
         said.append(
             f"It will not fit by schedules alone: what is left, {format_bytes(least)}, grows with batch x sequence "
             "length and with the weights of a rank; lower the first or use more ranks."
@@ -79,16 +81,22 @@ def advise(
     return tuple(said)
 
 
-def switch_on(without: Without, on: Collection[str] = ()) -> list[str]:
+def switch_on(
+    without: Without, on: Collection[str] = (), ceiling_bytes: int | None = None, unseen: Collection[str] = ()
+) -> list[str]:
     """What to switch on, the most useful first, and what would save nothing; empty when no peak stands out.
 
-    Those that are `on` already hold their policy's working set: that can be made smaller, not switched on.
+    A small peak counts while the step is over a ceiling that the schedules reach. Those that are `on` already hold
+    their policy's working set: that can be made smaller, not switched on.
     """
-    falls, height = [], without(())
-    for owner, low in order(without):
-        falls.append((owner, low, height - low))
+    falls, height, count = order(without), without(()), 0
+    reached = ceiling_bytes is not None and without(PEAKS) <= ceiling_bytes
+    for place, (_, low) in enumerate(falls):
+        needed = reached and ceiling_bytes is not None and height > ceiling_bytes
+        if needed or (height - low) * _STANDS_OUT >= height:
+            count = place + 1  # and all before it: its `low` is reached with them gone
         height = low
-    worth = [(owner, low) for owner, low, fall in falls if fall * _STANDS_OUT >= low + fall]
+    worth = falls[:count]
     new = [(owner, low) for owner, low in worth if owner not in on]
     said = [
         f"{'Then' if place else 'First'} {owner} ({SCHEDULES[owner]}): the peak can fall to {format_bytes(low)}."
@@ -99,7 +107,7 @@ def switch_on(without: Without, on: Collection[str] = ()) -> list[str]:
         for owner, _ in worth
         if owner in on
     ]
-    idle = [SCHEDULES[owner] for owner in PEAKS if owner not in dict(worth) and owner not in on]
+    idle = [SCHEDULES[owner] for owner in PEAKS if owner not in (*dict(worth), *on, *unseen)]
     if idle and worth:
         said.append(f"{', '.join(idle)} would save next to nothing here.")
     return said

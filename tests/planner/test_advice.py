@@ -53,6 +53,32 @@ def test_when_none_of_the_four_stands_out_batch_times_length_is_named() -> None:
     assert "batch x sequence length" in said[-1]
 
 
+def test_peaks_that_only_together_make_it_fit_are_all_named() -> None:
+    """Each is too small to stand out; over a ceiling that they reach, "it will not fit by schedules" was false."""
+    entries = [Entry("weights", "w", 80 * GiB), *(Entry(peak, peak, 5 * GiB, LOSS) for peak in PEAKS)]
+    said = told(entries, 86 * GiB)
+    assert said[2].startswith("First ") and said[3].startswith("Then ")
+    assert "can fall to 85.00 GiB" in said[4]
+    assert said[5] == "OffloadStreamAdamW would save next to nothing here."
+    assert not any("will not fit" in sentence for sentence in said)
+    assert "None of the four peaks stands out." in told(entries, 120 * GiB)
+    assert "what is left, 80.00 GiB" in told(entries, 60 * GiB)[-1]
+
+
+def test_what_a_later_switch_reaches_is_told_with_those_before_it() -> None:
+    """12 of 130 is no tenth and 12 of 118 is one, but only beside the first."""
+    entries = [Entry("weights", "w", 106 * GiB), *(Entry(peak, peak, 12 * GiB, LOSS) for peak in PEAKS[:2])]
+    ledger = Ledger.from_entries(entries)
+    said = advise(ledger, predicted_without(ledger))
+    assert said[1].endswith("the peak can fall to 118.00 GiB.") and said[2].endswith("can fall to 106.00 GiB.")
+
+
+def test_nothing_is_said_of_peaks_whose_makers_nobody_knew() -> None:
+    ledger = Ledger.from_entries([Entry("vocab", "v", 60 * GiB, LOSS), Entry("weights", "w", 40 * GiB)])
+    said = advise(ledger, predicted_without(ledger), unseen=["dispatch", "optimizer"])
+    assert said[-1] == "SCO would save next to nothing here."
+
+
 def test_what_is_named_first_is_what_the_forecast_loses_when_it_is_flattened() -> None:
     """The tree only subtracts an owner; the forecast says what the flattener really leaves."""
     shape = RunShape(load_model("qwen3-0.6b"), BatchShape(65_536), MeshShape(8))
