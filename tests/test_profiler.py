@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import steppe.profiler.report
-from steppe.core.errors import SteppeError
+from steppe.core.errors import ConfigError, SteppeError
 from steppe.core.ledger import PEAKS, Ledger
 from steppe.core.units import GiB, MiB, format_bytes
 from steppe.profiler import Report, drawing, picture, profile, reading, table
@@ -103,6 +104,90 @@ def test_a_step_that_fails_leaves_the_model_as_it_was_and_still_reports():
         fails()
     assert [dict(vars(module)) for module in run.model.modules()] == before
     assert seen[0].ledger.peaks["vocab"] > 0
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer as accelerate hands it out: a torch.optim.Optimizer by name, whose hooks are the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_a_wrapped_optimizer_and_several_are_named_as_one():
+    run = Run()
+    run.step()
+    halves = [*run.model.parameters()]
+    one, two = (torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in (halves[:4], halves[4:]))
+    num_bytes = sum(p.nbytes for p in halves)
+    for optimizers in ([Wrapped(one), two], (one, two)):
+        run.optimizer = one
+        with profile(run.model, optimizers) as found:
+            two_steps = run.step(), two.step()
+        assert two_steps
+        assert found.ledger.peaks["optimizer"] > num_bytes / 4
+    with profile(run.model, Wrapped(run.optimizer)) as wrapped:
+        run.step()
+    with profile(run.model, run.optimizer) as direct:
+        run.step()
+    assert wrapped.ledger.peaks["optimizer"] == direct.ledger.peaks["optimizer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": None}, "torch.nn.Module"), ({"optimizer": 5}, "a torch.optim.Optimizer"),
+        ({"optimizer": [torch.nn.Linear(1, 1)]}, "a torch.optim.Optimizer"),
+        ({"ceiling_bytes": "80GB"}, "bytes above 0"), ({"ceiling_bytes": 0}, "bytes above 0"),
+        ({"ceiling_bytes": float("nan")}, "bytes above 0"), ({"device_type": "nosuch"}, "a device's type"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_and_leaves_the_model_as_it_was(arguments, words):
+    model = toy_model("qwen3_moe")
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ConfigError, match=words), profile(**{"model": model, **arguments}):
+        pytest.fail("was measured")
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_profiles_on_two_threads_know_nothing_of_each_other():
+    """One is held up in the middle of its step while the other takes a whole one."""
+    first, second = Run(), Run()
+    first.step(), second.step()
+    with profile(second.model, second.optimizer) as alone:
+        second.step()
+    found = {}
+
+    def other() -> None:
+        with profile(second.model, second.optimizer) as report:
+            second.step()
+        found["other"] = report
+
+    with profile(first.model, first.optimizer) as outer:
+        kept = first.model(input_ids=first.ids, labels=first.ids, use_cache=False)
+        held = outer.meter.live_bytes("boundary")
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert outer.meter.live_bytes("boundary") == held
+        kept.loss.backward()
+    assert outer.ledger.peaks["boundary"] == alone.ledger.peaks["boundary"] == found["other"].ledger.peaks["boundary"]
+
+
+def test_the_advice_says_what_was_not_seen(report):
+    assert not any("recognised" in sentence or "compiled" in sentence for sentence in report.advice())
+    headless = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    with profile(headless) as found:
+        headless(torch.ones(2, 8)).sum().backward()
+    assert found.advice()[-1].startswith("No output head was recognised")
+    headless.compile(backend="eager")
+    with profile(headless) as found:
+        pass
+    assert found.advice()[-1].startswith("1 compiled module(s) were left whole (the model itself)")
 
 
 def test_a_report_is_read_after_its_block():

@@ -35,10 +35,11 @@ def order(timeline: Timeline) -> list[tuple[str, int]]:
 
 
 def advice(
-    ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None, on: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The planner's decision tree over a measured step, in sentences."""
-    return advice_of.advise(ledger, partial(without, timeline), ceiling_bytes, on)
+    ledger: Ledger, timeline: Timeline, ceiling_bytes: int | None = None, on: Collection[str] = (),
+    unseen: Collection[str] = (),
+) -> tuple[str, ...]:  # fmt: skip
+    """The planner's decision tree over a measured step, in sentences; `unseen` peaks have makers that nobody knew."""
+    return advice_of.advise(ledger, partial(without, timeline), ceiling_bytes, on, unseen)
 
 
 def table(ledgers: Mapping[str, Ledger]) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from steppe.core.errors import SteppeError
-from steppe.core.ledger import Ledger
+from steppe.core.errors import ConfigError, SteppeError
+from steppe.core.ledger import PEAKS, Ledger
 from steppe.profiler import reading
 from steppe.profiler.drawing import picture
-from steppe.runtime.attribution import attribute
+from steppe.runtime.attribution import COMPILED, attribute
 from steppe.runtime.meter import Meter
 from steppe.runtime.timeline import Timeline
 
@@ -21,7 +22,7 @@ from steppe.runtime.timeline import Timeline
 @contextmanager
 def profile(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     ceiling_bytes: int | None = None,
     device_type: str | None = None,
@@ -29,20 +30,42 @@ def profile(
     """Measure who holds the memory of what runs inside: one training step, or several.
 
     The model is attributed for the duration and comes out as it was. `ceiling_bytes` is the device memory to judge
-    by. The first step makes the optimizer's states, so the third is the one to look at.
+    by. Several optimizers are given in a list. The first step makes their states, so the third is the one to look at.
 
-    Peak: none on the device. Exactness: bitwise. Slower meanwhile: docs/profiling.md.
+    Peak: none on the device. Exactness: bitwise. Slower meanwhile: docs/profiling.md. Raises: ConfigError.
     """
+    _check(model, ceiling_bytes, device_type)
     report = Report(ceiling_bytes)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    meter = Meter(model, device_type=device_type)
     handle = attribute(model)
-    meter = Meter(model, optimizer, device_type=device_type)
     try:
         with meter:
+            for each in optimizers:
+                meter.register(optimizer=each)
+            report._has_optimizer = optimizers not in ([None], [])
             report.meter = meter
             yield report
     finally:
         handle.remove()
         report._take(meter, handle.found)
+
+
+def _check(model: object, ceiling_bytes: object, device_type: str | None) -> None:
+    """Raises: ConfigError for what can't be measured or judged by."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            "model", got=type(model).__name__, allowed="a torch.nn.Module", remedy="pass the model itself"
+        )
+    number = isinstance(ceiling_bytes, (int, float)) and 0 < ceiling_bytes < math.inf
+    if ceiling_bytes is not None and not number:
+        raise ConfigError("ceiling_bytes", got=repr(ceiling_bytes), allowed="bytes above 0",
+                          remedy="give a number, as 80 * 2**30")  # fmt: skip
+    try:
+        torch.device(device_type or "cpu")
+    except RuntimeError as error:
+        raise ConfigError("device_type", got=repr(device_type), allowed='a device\'s type, as "cuda" or "cpu"',
+                          remedy="leave it out for the accelerator, else the CPU") from error  # fmt: skip
 
 
 class Report:
@@ -52,6 +75,7 @@ class Report:
         self.ceiling_bytes = ceiling_bytes
         self.recognised: dict[str, list[str]] = {}
         self.meter: Meter | None = None  # while the block runs
+        self._has_optimizer = False
         self._ledger: Ledger | None = None
         self._timeline: Timeline | None = None
 
@@ -88,7 +112,8 @@ class Report:
 
         `on` names the flatteners that ran.
         """
-        return reading.advice(self.ledger, self.timeline, self.ceiling_bytes, on)
+        said = reading.advice(self.ledger, self.timeline, self.ceiling_bytes, on, self._unseen())
+        return (*said, *self._blind_spots())
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary: ledger, timeline, savings, advice, recognised modules."""
@@ -103,6 +128,21 @@ class Report:
     def picture(self, path: str | Path, title: str = "") -> None:
         """Draw the stacked timeline as a PNG (or what the name's ending says)."""
         picture(path, {title: self.timeline})
+
+    def _unseen(self) -> list[str]:
+        """Peaks that nothing was charged to because nobody was recognised, or given, who makes them."""
+        known = {**self.recognised, **({"optimizer": []} if self._has_optimizer else {})}
+        return [peak for peak in PEAKS if peak not in known and not self.ledger.peaks.get(peak)]
+
+    def _blind_spots(self) -> Iterator[str]:
+        """What stands in other because of how the model was given, in words."""
+        if left := self.recognised.get(COMPILED):
+            yield (
+                f"{len(left)} compiled module(s) were left whole ({left[0] or 'the model itself'}): all that their "
+                "insides hold is in other. Profile uncompiled to tell it apart."
+            )
+        elif "vocab" in self._unseen():
+            yield "No output head was recognised: logits and their gradients, if there are any, are in other."
 
     def _take(self, meter: Meter, recognised: dict[str, list[str]]) -> None:
         self.meter = None

@@ -9,6 +9,7 @@ The Meter therefore only writes down what happened, and sums when it is asked.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator
@@ -65,11 +66,13 @@ class Meter(Watch):
         self._place: list[str] = []
         self._marks: list[tuple[int, int, str]] = []
         self._update_depth = 0
+        self._thread = threading.get_ident()
         self._start_ns = time.time_ns()
         self._caching = _CachingAllocator(self.device_type)
 
     def __enter__(self) -> Self:
         self._start_ns = time.time_ns()
+        self._thread = threading.get_ident()
         self._caching.start()
         super().__enter__()
         try:
@@ -106,8 +109,12 @@ class Meter(Watch):
                 self._owner[held.index] = owner
 
     def charge(self, tensor: torch.Tensor, owner: str) -> None:
-        """Name the owner, unless the memory is a weight, a gradient, gathered or an optimizer's state."""
-        for held in self.held(tensor):
+        """Name the owner, unless the memory is a weight, a gradient, gathered or an optimizer's state.
+
+        On another thread only what was seen already: that thread's work may be another's, with a Meter of its own.
+        """
+        here = threading.get_ident() == self._thread
+        for held in self.held(tensor) if here else self.seen(tensor):
             if self._owner[held.index] not in _SETTLED:
                 self._owner[held.index] = owner
 

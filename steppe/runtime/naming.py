@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from steppe.core.errors import ConfigError
 from steppe.runtime import scopes
 
 
@@ -112,6 +113,7 @@ class Naming:
         self._undo.append(replace(owner, method, labelled))
 
     def _name_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer = _unwrapped(optimizer)
         self._books.own(_state_tensors(optimizer), "optimizer")
         before = optimizer.register_step_pre_hook(lambda *_: self._begin_step())
         self._undo.append(before.remove)
@@ -144,6 +146,22 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
         return lambda: setattr(owner, name, former)
     setattr(owner, name, value)
     return lambda: delattr(owner, name)
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer whose step can be hooked, inside the wrapper that another library puts around it.
+
+    Raises: ConfigError for what has none.
+    """
+    inner = optimizer
+    while not hasattr(inner, "_optimizer_step_pre_hooks"):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise ConfigError(
+                "optimizer", got=type(optimizer).__name__, allowed="a torch.optim.Optimizer, or a wrapper with one",
+                remedy="pass the optimizer that takes the step, or several in a list",
+            )  # fmt: skip
+    return inner  # type: ignore[no-any-return]
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

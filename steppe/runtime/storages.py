@@ -9,6 +9,7 @@ What a Watch can't see is a tensor that no operator received or returned: the sc
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 _host: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 _watches: list[Watch] = []
+_entering = threading.Lock()  # profiles on several threads begin and end beside each other
 _listeners: list[Callable[[torch.UntypedStorage], object]] = []
 _Resize = Callable[[torch.UntypedStorage, int], Any]
 
@@ -108,9 +110,10 @@ class Watch(TorchDispatchMode):
             held.place = "host"
 
     def __enter__(self) -> Self:
-        if not _watches:
-            _patch_resize()
-        _watches.append(self)
+        with _entering:
+            if not _watches:
+                _patch_resize()
+            _watches.append(self)
         super().__enter__()
         return self
 
@@ -118,9 +121,10 @@ class Watch(TorchDispatchMode):
         try:
             super().__exit__(*exc)
         finally:
-            _watches.remove(self)
-            if not _watches:
-                _restore_resize()
+            with _entering:
+                _watches.remove(self)
+                if not _watches:
+                    _restore_resize()
             self.drain()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,6 +145,13 @@ class Watch(TorchDispatchMode):
         for part in _parts(tensor):
             record = self._look(part, found=True)
             if record is not None:
+                yield record
+
+    def seen(self, tensor: torch.Tensor) -> Iterator[Held]:
+        """The records of those storages behind a tensor that were seen before."""
+        for part in _parts(tensor):
+            record = self._held.get(part.untyped_storage()._cdata) if part.layout is torch.strided else None
+            if record is not None and record() is not None:
                 yield record
 
     def drain(self) -> None:
