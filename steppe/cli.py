@@ -146,6 +146,9 @@ def _add_train(commands: _Commands) -> None:
     parser.add_argument("--export", type=Path, metavar="DIR", help="write Hugging Face safetensors there at the end")
 
     def run(args: argparse.Namespace) -> int:
+        from steppe.training import config
+
+        config.load(args.config).launch.count(args.ranks)  # refused before torch is loaded
         from steppe.training import launch
 
         return launch.train(args.config, args.ranks, export=args.export, environment=os.environ)

@@ -14,7 +14,6 @@ from steppe.core.units import format_bytes
 from steppe.flatteners import NAMES
 from steppe.training import config as configs
 from steppe.training.config import RunConfig
-from steppe.training.ranks import Place, count_of, on_this_rank, start_ranks
 from steppe.training.tables import check_keys
 
 PROFILED_STEPS = 3
@@ -27,11 +26,12 @@ def on_ranks(
     """Run `work(config, args, device)` on every rank of the run, starting them when no launcher has."""
     config = _flattened(configs.load(args.config), args)
     _check(config, args)
+    count = config.launch.count(args.ranks)
+    from steppe.training.ranks import Place, on_this_rank, start_ranks  # torch, which no refusal above waits for
+
     place = Place.of(environment)
     if place is None:
-        ranks = count_of(args.ranks, config.launch.ranks)
-        config.launch.mesh(ranks)
-        start_ranks(sys.argv[1:], ranks)
+        start_ranks(sys.argv[1:], count)
         return 0
 
     def inside(device: Any) -> int:

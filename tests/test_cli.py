@@ -42,6 +42,20 @@ def test_no_ranks_are_refused(command: str, ranks: int, run_file: Path, capsys: 
     assert f"--ranks: got {ranks}; allowed: 1 or more" in _said(capsys, command, run_file, f"--ranks={ranks}")
 
 
+def test_what_is_refused_is_refused_before_torch_is_loaded(run_file: Path, tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent.toml")
+    wrong = [[command, absent] for command in ("train", "profile", "verify")]
+    wrong += [
+        ["compare", str(run_file), "--toggle", "vocab", "--rounds", "0"],
+        ["train", str(run_file), "--ranks", "0"],
+    ]
+    wrong += [["calibrate", "--out", str(tmp_path / "none" / "machine.toml")], ["profile", str(run_file), "--ranks=-1"]]
+    lines = [f"for wrong in {wrong!r}: assert cli.main(wrong) == 2", "assert 'torch' not in sys.modules"]
+    probe = "\n".join(["import sys", "from steppe import cli", *lines])
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "", len(wrong)), done.stderr
+
+
 @pytest.mark.parametrize("path", ["none/picture.png", "run.toml/picture.png", "."])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
     path: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

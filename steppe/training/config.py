@@ -97,6 +97,15 @@ class LaunchConfig:
     timeout_s: float = 300.0  # of a collective: a lost rank ends the job within it
     device_memory: str = ""  # "80GB": refuse before step 1 what is predicted not to fit; empty: the accelerator's own
 
+    def count(self, asked: int | None = None) -> int:
+        """How many ranks to start: those asked for with --ranks, else the declared ones, in groups that divide them.
+
+        Raises: ConfigError.
+        """
+        if asked is not None and asked < 1:
+            raise ConfigError("--ranks", got=asked, allowed="1 or more", remedy="--ranks 1, or leave it out")
+        return self.mesh(asked).world
+
     def mesh(self, ranks: int | None = None) -> MeshShape:
         """The groups over `ranks` (or the declared number of) ranks. Raises: ConfigError unless they divide."""
         return MeshShape(ranks or self.ranks, sequence=self.sequence, expert=self.expert, vocab=self.vocab)

@@ -20,7 +20,7 @@ from steppe.training.joblock import JobLock, Parent
 from steppe.training.loop import Trainer
 from steppe.training.metrics import MetricsLog, record
 from steppe.training.progress import Progress
-from steppe.training.ranks import Place, count_of, on_this_rank, start_ranks
+from steppe.training.ranks import Place, on_this_rank, start_ranks
 
 
 def train(
@@ -37,10 +37,8 @@ def train(
     if place is not None:
         parent = Parent()
         return on_this_rank(lambda device: run_rank(config, device, parent, export), place, config.launch.timeout_s)
-    ranks = count_of(ranks, config.launch.ranks)
-    config.launch.mesh(ranks)
     flags = ["--export", str(export)] if export else []
-    start_ranks(["train", str(path), *flags], ranks)
+    start_ranks(["train", str(path), *flags], config.launch.count(ranks))
     return 0
 
 

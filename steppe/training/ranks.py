@@ -53,13 +53,6 @@ class Place:
         return cls(rank, world, local_rank, local_world, _ERROR_FILE in environment)
 
 
-def count_of(asked: int | None, declared: int) -> int:
-    """How many ranks to start: those asked for with --ranks, else the declared ones. Raises: ConfigError."""
-    if asked is not None and asked < 1:
-        raise ConfigError("--ranks", got=asked, allowed="1 or more", remedy="--ranks 1, or leave it out")
-    return declared if asked is None else asked
-
-
 def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli") -> None:
     """Run `steppe <arguments>` (or another module's main) on so many ranks here, through torch's elastic agent.
 
