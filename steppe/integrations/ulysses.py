@@ -32,7 +32,8 @@ class Ulysses:
         _check_heads(model.config, self.num_ranks)
         self._before = model.config._attn_implementation
         self.name = f"steppe_ulysses_{next(_serial)}"
-        _register(self.name, self.attend)
+        # Dynamo would trace into the collectives and break the graph at each of their lines, instead of once here.
+        _register(self.name, torch.compiler.disable(self.attend))
         model.set_attn_implementation(self.name)
         self._hook = model.register_forward_pre_hook(self._positions, with_kwargs=True)
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from steppe.compose import Flattened, flatten_peaks
+from steppe.core.shapes import MeshShape
 from steppe.flatteners import NAMES
 from steppe.integrations.float64 import float64_truth
 from tests.composition.programs import policies
 from tests.support.exactness import assert_reordered
 from tests.support.float64 import toy_model
+from tests.support.ranks import run_ranks
 
 FIXED, VARYING = (24, 24, 24, 24), (24, 20, 22, 18)
 COMPILED = {"compile": "parts", "compile_backend": "aot_eager"}
@@ -103,3 +105,30 @@ def test_a_run_that_compiled_nothing_says_so() -> None:
         _losses(made.model, made.optimizer(0.01), FIXED[:1])
     assert any("nothing was compiled" in line for line in made.diagnose())
     made.close()
+
+
+def _over_a_sequence(
+    rank: int, world_size: int, layers: int, boundary: dict[str, Any]
+) -> tuple[torch.Tensor, list[str], int]:
+    """Losses, the reason of every graph break, and the number of graphs, with D = W."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mesh = MeshShape(world_size, sequence=world_size, expert=world_size, vocab=world_size)
+    model = toy_model("qwen3_moe", num_hidden_layers=layers).train()
+    made = flatten_peaks(model, policies(NAMES, boundary=boundary), mesh=mesh)
+    losses = _losses(made.model, made.optimizer(0.01, weight_decay=0.1), FIXED)
+    graphs = made.stats()["boundary"].compiled_graphs
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    made.close()
+    torch._dynamo.reset()
+    return losses, [reason for reason, count in breaks.items() for _ in range(count)], graphs
+
+
+def test_attention_over_a_sequences_ranks_breaks_the_graph_only_where_it_is_joined() -> None:
+    layers = torch._dynamo.config.recompile_limit + 2
+    losses, breaks, graphs = run_ranks(_over_a_sequence, 2, 2, COMPILED)[0]
+    plain, _, _ = run_ranks(_over_a_sequence, 2, 2, {})[0]
+    assert breaks and all("Ulysses.attend" in reason for reason in breaks), breaks
+    assert_reordered(losses, plain, plain.double(), length=2**17, what="losses")
+    _, more, deep = run_ranks(_over_a_sequence, 2, layers, COMPILED)[0]
+    assert (len(more), deep) == (len(breaks), graphs), "deep models share the graphs, so none of their blocks is left out"
