@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from steppe.core.errors import ConfigError
 from steppe.core.policy import OFF, Off
@@ -61,7 +61,8 @@ class Plan:
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> Plan:
-        """A Plan from the tables of a run.toml. Raises: ConfigError for what is missing or unknown."""
+        """A Plan from the tables of a run.toml. Raises: ConfigError for what is missing, unknown or of a wrong kind."""
+        _check_tables(tables)
         data, train, launch = (dict(tables.get(name, {})) for name in ("data", "train", "launch"))
         model = dict(tables.get("model", {}))
         if "config" not in model or "seq_len" not in data:
@@ -79,6 +80,39 @@ class Plan:
             shape=dict(model.get("shape", {})),
             attention=model.get("attention", "auto"),
         )
+
+
+_TABLES: Final = ("model", "data", "train", "output", "launch", "flatten")
+_LAUNCH: Final = ("ranks", "sequence", "expert", "vocab", "timeout_s", "device_memory")
+_COUNTS: Final = (
+    ("data", "seq_len"), ("train", "batch"), ("train", "micro_batches"), *(("launch", name) for name in _LAUNCH[:4]),
+)  # fmt: skip
+_WORDS: Final = {
+    ("model", "dtype"): ("float32", "bfloat16"), ("train", "dtype"): ("float32", "bfloat16"),
+    ("model", "attention"): ("auto", "sdpa", "eager", "packed"),
+}  # fmt: skip
+
+
+def _check_tables(tables: Mapping[str, Any]) -> None:
+    """Raises: ConfigError. What a plan doesn't read (data, rates, output) is `steppe train`'s to check."""
+    for name, table in tables.items():
+        if name not in _TABLES or not isinstance(table, Mapping):
+            raise ConfigError(f"plan, [{name}]", got=repr(table), allowed=f"tables {', '.join(_TABLES)}",
+                              remedy="check its name and that it is a table")  # fmt: skip
+    if unknown := sorted(set(tables.get("launch", {})) - set(_LAUNCH)):
+        raise ConfigError("plan, [launch]", got=unknown, allowed=", ".join(_LAUNCH), remedy="use these names")
+    for name, key in _COUNTS:
+        value = tables.get(name, {}).get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"plan, {name}.{key}", got=repr(value), allowed="a whole number, 1 or more",
+                              remedy=f"correct {key}")  # fmt: skip
+    for (name, key), words in _WORDS.items():
+        if (value := tables.get(name, {}).get(key, words[0])) not in words:
+            raise ConfigError(f"plan, {name}.{key}", got=repr(value), allowed=", ".join(words), remedy=f"correct {key}")
+    config, shape = (tables.get("model", {}).get(key, empty) for key, empty in (("config", ""), ("shape", {})))
+    if not isinstance(config, str) or not isinstance(shape, Mapping):
+        raise ConfigError("plan, [model]", got=f"config = {config!r}, shape = {shape!r}",
+                          allowed="config in quotes, shape as a table", remedy="correct them")  # fmt: skip
 
 
 def write_plan(plan: Plan, path: str | Path, *, comments: tuple[str, ...] = ()) -> None:
@@ -144,7 +178,11 @@ def policy_from(name: str, value: Any) -> Any:
         raise ConfigError(
             f"[flatten.{name}]", got=value, allowed=f'"on", "off", or of {", ".join(allowed)}', remedy="use these"
         )
-    return kind(**{key: _tuples(item) for key, item in value.items()})
+    try:
+        return kind(**{key: _tuples(item) for key, item in value.items()})
+    except TypeError as error:
+        raise ConfigError(f"[flatten.{name}]", got=dict(value), allowed=f"values of {kind.__name__}'s own kinds",
+                          remedy="write numbers without quotes") from error  # fmt: skip
 
 
 def _tuples(value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +83,33 @@ def test_a_name_that_toml_cannot_write_leaves_the_file_and_the_comments_sound(tm
     with pytest.raises(ConfigError, match="a path in UTF-8"):
         write_plan(Plan("\udcff.json", BatchShape(1024), MESH), out)
     assert out.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"data": {"seq_len": "1M"}}, "data.seq_len"), ({"data": {"seq_len": -4}}, "data.seq_len"),
+        ({"data": [1]}, "[data]"), ({"launch": 5}, "[launch]"), ({"launch": {"ranks": 2.5}}, "launch.ranks"),
+        ({"launch": {"rank": 8}}, "[launch]"), ({"flaten": {}}, "[flaten]"),
+        ({"train": {"batch": True}}, "train.batch"),
+        ({"model": {"config": "x", "dtype": "int8"}}, "model.dtype"), ({"model": {"config": 5}}, "[model]"),
+        ({"model": {"config": "x", "shape": [1]}}, "[model]"), ({"flatten": "on"}, "[flatten]"),
+        ({"flatten": {"dispatch": {"chunk_tokens": "8K"}}}, "[flatten.dispatch]"),
+    ],
+)  # fmt: skip
+def test_a_plan_with_a_slip_in_it_is_refused_by_name(table: dict[str, Any], words: str) -> None:
+    sound = {"model": {"config": "x"}, "data": {"seq_len": 1024}}
+    assert Plan.from_tables(sound).batch.seq_len == 1024
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Plan.from_tables({**sound, **table})
+
+
+def test_a_plan_knows_the_tables_and_the_launch_of_a_run() -> None:
+    from steppe.planner import plan
+    from steppe.training import config
+
+    assert set(plan._TABLES) == {*config.SECTIONS, "flatten"}
+    assert set(plan._LAUNCH) == {f.name for f in dataclasses.fields(config.LaunchConfig)}
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
