@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -99,25 +100,31 @@ def _differs(what: str, predicted: int, measured: int, negligible: int) -> Itera
 
 
 def count_tokens(batch: Any) -> int:
-    """Tokens in a batch: of its `input_ids` (or the batch itself), a tensor, an array or nested lists.
+    """Tokens in a batch: of its `input_ids` (or the batch itself), a tensor, an array or lists of them or of numbers.
 
     Raises: WorkingSetError when there is nothing to count.
     """
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if ids is None or isinstance(ids, (str, bytes)):
+    if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
+        if ids is batch:
+            _refuse_pairs(ids)
+        return sum(1 if isinstance(item, int) else count_tokens(item) for item in ids)
+    shape = getattr(ids, "shape", None)
+    if shape is None:
         raise WorkingSetError(
             "batch", got=type(batch).__name__, allowed="input_ids as a tensor, an array or lists",
             remedy="give the loader that the run will use",
         )  # fmt: skip
-    shape = getattr(ids, "shape", None)
-    if shape is not None:
-        total = 1
-        for length in shape:
-            total *= int(length)
-        return total
-    if isinstance(ids, Sequence):
-        return sum(count_tokens(item) if isinstance(item, Sequence) else 1 for item in ids)
-    return 1
+    return math.prod(int(length) for length in shape)
+
+
+def _refuse_pairs(ids: Sequence[Any]) -> None:
+    """Raises: WorkingSetError for (inputs, labels) and the like: which of several whole tensors are the tokens?"""
+    if len(ids) > 1 and all(len(getattr(item, "shape", ())) > 1 for item in ids):
+        raise WorkingSetError(
+            "batch", got=f"{len(ids)} tensors without names", allowed="input_ids as a tensor, an array or lists",
+            remedy='let the loader yield {"input_ids": ...}',
+        )  # fmt: skip
 
 
 def _refusal(seen: Candidate) -> WorkingSetError:

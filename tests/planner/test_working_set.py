@@ -89,6 +89,14 @@ def test_packed_documents_are_fine_while_their_total_stays_within_the_batch() ->
         working_set.check([*loader, {"input_ids": [[0] * 65]}])
 
 
+def test_lists_of_tensors_are_counted_whole_not_one_token_each() -> None:
+    rows = [np.ones(5), np.ones(3)]
+    assert count_tokens(rows) == count_tokens({"input_ids": rows}) == 8
+    assert count_tokens({"input_ids": [np.ones((2, 4)), np.ones((1, 4))]}) == 12
+    assert count_tokens(({"input_ids": np.ones((2, 4))},)) == 8
+    assert count_tokens([np.int64(7), np.int64(8)]) == 2
+
+
 def test_only_the_first_batches_are_looked_at() -> None:
     working_set = WorkingSet(shape("qwen3-30b-a3b", 64, 16), PLAIN)
     too_long = {"input_ids": [0] * 65}
@@ -97,6 +105,10 @@ def test_only_the_first_batches_are_looked_at() -> None:
 
 def test_a_batch_without_tokens_to_count_is_refused() -> None:
     assert count_tokens([[1, 2], [3]]) == 3
+    with pytest.raises(WorkingSetError, match="2 tensors without names"):
+        count_tokens((np.ones((1, 4)), np.ones((1, 4))))
+    with pytest.raises(WorkingSetError, match="input_ids"):
+        count_tokens(iter([1, 2]))
     with pytest.raises(WorkingSetError, match="input_ids"):
         count_tokens({"text": "hello"})
 
