@@ -19,7 +19,7 @@ from steppe.runtime import collectives
 from steppe.sides import run_side
 from steppe.training.config import RunConfig, policy_class
 from steppe.truth import distance, first_step
-from steppe.verify import Certificate, certify
+from steppe.verify import Certificate, certify, strict
 
 Names = tuple[str, ...]
 NONE = "none"  # the plain program beside itself: what is not zero there is no flattener's doing
@@ -101,4 +101,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def to_json(found: Mapping[str, Certificate]) -> str:
-    return json.dumps({name: certificate.to_json() for name, certificate in found.items()}, indent=1)
+    return json.dumps(strict({name: certificate.to_json() for name, certificate in found.items()}), indent=1)

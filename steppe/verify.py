@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -193,4 +194,13 @@ def _row(name: str, before: int, after: int) -> str:
 
 
 def emit(certificate: Certificate, args: argparse.Namespace) -> None:
-    print(json.dumps(certificate.to_json(), indent=1) if args.json else table(certificate))
+    print(json.dumps(strict(certificate.to_json()), indent=1) if args.json else table(certificate))
+
+
+def strict(value: Any) -> Any:
+    """`value` with null for NaN and infinity, for which JSON has no words and most readers no ears."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value

@@ -23,7 +23,7 @@ from steppe.sides import Side
 from steppe.subsets import all_subsets, stacked
 from steppe.training.config import RunConfig, policy_class
 from steppe.truth import distance, first_step
-from steppe.verify import certify, emit, side_by_side, table
+from steppe.verify import certify, emit, side_by_side, strict, table
 from tests.support.exactness import rounding_band
 from tests.support.ranks import run_ranks
 from tests.training.toys import toy_run, toy_shape
@@ -66,6 +66,26 @@ def _all_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     small = {"dispatch": {"chunk_tokens": 8}, "optimizer": {"bucket_bytes": 4096}, "boundary": {"min_bytes": 0}}
     config = config.with_flatten(**{name: policy_class(name)(**small.get(name, {})) for name in NAMES})
     return side_by_side(config, steps=2, say=lambda line: None).certificate.to_json()
+
+
+def _dense(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    shape = {
+        "model_type": "qwen3", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    groups = {"ranks": world_size, "vocab": world_size}
+    config = toy_run(Path(folder), model={"shape": shape}, launch=groups)
+    on = config.with_flatten(**{name: policy_class(name)() for name in NAMES if name != "dispatch"})
+    return side_by_side(on, steps=2, say=lambda line: None).certificate.to_json()
+
+
+def test_a_dense_model_is_trained_and_as_near_to_float64_as_the_plain_program(tmp_path: Path) -> None:
+    """`steppe plan` writes plans of dense models, which say that `steppe train` takes them."""
+    found = run_ranks(_dense, 2, str(tmp_path))[0]
+    truth = found["against_float64"]
+    band = rounding_band(torch.float32, 32 * 2)
+    assert truth["flattened"]["max_grad_rel_err"] <= truth["plain"]["max_grad_rel_err"] + band
+    assert found["flattened"]["peaks"]["dispatch"] == 0 < found["flattened"]["peaks"]["boundary"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -178,6 +198,11 @@ def test_the_certificate_prints_stable_json_and_a_table_of_all_peaks(tmp_path: P
         assert key in found
     for word in (*PEAKS, "device peak", "step time", "weights", "gradients", "largest loss difference"):
         assert word in as_text
+
+
+def test_a_certificate_of_nan_is_json_that_every_reader_takes() -> None:
+    told = json.dumps(strict({"a": [math.nan, (1.5, -math.inf)], "b": {"c": math.inf}, "d": 3}), allow_nan=False)
+    assert json.loads(told) == {"a": [None, [1.5, None]], "b": {"c": None}, "d": 3}
 
 
 def _several(rank: int, world_size: int, folder: str, chosen: list[tuple[str, ...]]) -> dict[str, Any]:

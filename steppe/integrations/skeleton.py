@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steppe.core.errors import ConfigError
+from steppe.integrations.transformers import has_experts
 from steppe.runtime.sharded import flat_range, local
 
 PIECE_ELEMENTS: Final = 1 << 18  # that are made at a time; part of the values' definition
@@ -64,10 +65,11 @@ def skeleton(config: Any, *, dtype: torch.dtype, attention: str = "auto", expert
     from transformers import AutoModelForCausalLM
 
     chosen = None if attention == "auto" else attention
+    told = {"experts_implementation": experts} if has_experts(config) else {}  # a dense family refuses the word
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype, attn_implementation=chosen, experts_implementation=experts
+                copy.deepcopy(config), dtype=dtype, attn_implementation=chosen, **told
             )
     except (ValueError, ImportError, KeyError) as failure:
         raise ConfigError(

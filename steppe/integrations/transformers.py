@@ -96,7 +96,7 @@ def _check_counts(config: Any) -> None:
             "model.shape.num_key_value_heads", got=f"{shared} for {heads} attention heads",
             allowed=f"a divisor of {heads}", remedy="change one of the two",
         )  # fmt: skip
-    experts = next((v for name in _EXPERTS if isinstance(v := getattr(text, name, None), int)), None)
+    experts = _num_experts(text)
     chosen = counts["num_experts_per_tok"]
     if experts and isinstance(chosen, int) and chosen > experts:
         raise ConfigError(
@@ -110,6 +110,15 @@ _COUNTS = (
     "num_experts_per_tok", "head_dim", "intermediate_size", "moe_intermediate_size",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a transformers configuration is a mixture of experts'."""
+    return _num_experts(config.get_text_config()) is not None
+
+
+def _num_experts(text: Any) -> int | None:
+    return next((v for name in _EXPERTS if isinstance(v := getattr(text, name, None), int)), None)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
