@@ -124,8 +124,10 @@ def set_aside(root: Path, after_step: int) -> None:
     """Rename the checkpoints of later steps, which a run that resumes at `after_step` will write anew."""
     for directory in committed(root):
         if int(directory.name.removeprefix("step-")) > after_step:
-            target = root / f"abandoned-{directory.name}"
-            shutil.rmtree(target, ignore_errors=True)
+            target, again = root / f"abandoned-{directory.name}", 1
+            while target.exists():  # an earlier run went back, too: nothing is deleted
+                again += 1
+                target = root / f"abandoned-{directory.name}-{again}"
             directory.rename(target)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -22,6 +24,8 @@ from steppe.training.metrics import MetricsLog, record
 from steppe.training.progress import Progress
 from steppe.training.ranks import Place, on_this_rank, start_ranks
 
+_WENT_BACK: Final = ".went-back"  # the checkpoint that output.resume named and that this job has gone back to
+
 
 def train(
     path: str | Path, ranks: int | None = None, *, export: str | Path | None = None,
@@ -36,23 +40,27 @@ def train(
     place = Place.of(environment or {})
     if place is not None:
         parent = Parent()
-        return on_this_rank(lambda device: run_rank(config, device, parent, export), place, config.launch.timeout_s)
+        work = partial(run_rank, config, parent=parent, export=export, restarted=place.restarted)
+        return on_this_rank(work, place, config.launch.timeout_s)
     flags = ["--export", str(export)] if export else []
     start_ranks(["train", str(path), *flags], config.launch.count(ranks))
     return 0
 
 
-def run_rank(config: RunConfig, device: torch.device, parent: Parent, export: str | Path | None = None) -> int:
+def run_rank(
+    config: RunConfig, device: torch.device, parent: Parent, export: str | Path | None = None, restarted: bool = False
+) -> int:
     """One rank of the job from start to end, inside its process group."""
     output, group = Path(config.output.dir), collectives.world()
     progress = Progress(shown=collectives.rank(group) == 0, steps=config.train.steps)
     with writing(output):
-        return _run_locked(config, device, parent, export, progress)
+        return _run_locked(config, device, parent, export, progress, restarted)
 
 
 def _run_locked(
-    config: RunConfig, device: torch.device, parent: Parent, export: str | Path | None, progress: Progress
-) -> int:
+    config: RunConfig, device: torch.device, parent: Parent, export: str | Path | None, progress: Progress,
+    restarted: bool,
+) -> int:  # fmt: skip
     output, group = Path(config.output.dir), collectives.world()
     target = Path(export or output / "export") if export or config.output.export else None
     if target is not None:
@@ -61,7 +69,7 @@ def _run_locked(
     try:
         progress.say(f"preparing text and model on {collectives.size(group)} ranks, output in {output}")
         trainer = Trainer(config, group, device=device)
-        run(trainer, output, progress, parent)
+        run(trainer, output, progress, parent, restarted=restarted)
         if target is not None:
             progress.say(f"exporting safetensors to {target}")
             export_model(trainer.model, target, group, tokenizer_file=trainer.store.tokenizer_file)
@@ -70,10 +78,12 @@ def _run_locked(
     return 0
 
 
-def run(trainer: Trainer, output: Path, progress: Progress, parent: Parent | None = None) -> None:
+def run(
+    trainer: Trainer, output: Path, progress: Progress, parent: Parent | None = None, *, restarted: bool = False
+) -> None:
     """All remaining steps of a run: resume, step, write metrics, commit checkpoints."""
     config, root = trainer.config, output / "checkpoints"
-    resumed = resume(trainer, root)
+    resumed = resume(trainer, root, restarted=restarted)
     if resumed is not None:
         progress.say(f"resumed from {resumed.name}")
     evaluation = Evaluation(trainer) if config.data.validation else None
@@ -96,9 +106,18 @@ def run(trainer: Trainer, output: Path, progress: Progress, parent: Parent | Non
     log.close()
 
 
-def resume(trainer: Trainer, root: Path) -> Path | None:
-    """Load what output.resume asks for; None for a fresh start. Raises: CheckpointError."""
-    wanted, found = trainer.config.output.resume, checkpoint.committed(root)
+def resume(trainer: Trainer, root: Path, *, restarted: bool = False) -> Path | None:
+    """Load what output.resume asks for; None for a fresh start. Raises: CheckpointError.
+
+    `restarted`: the launcher has started this job's ranks again (on one node at least: it counts by node). A job goes
+    back to a named checkpoint once, and then on behind what it has written since.
+    """
+    wanted, found, went_back = trainer.config.output.resume, checkpoint.committed(root), root / _WENT_BACK
+    restarted = any(collectives.all_gather_object(restarted, trainer.group))
+    if restarted and (wanted == "never" or (went_back.exists() and went_back.read_text() == wanted)):
+        wanted = "latest"
+    if not restarted:
+        on_rank_zero(lambda: went_back.unlink(missing_ok=True), trainer.group)
     if not found and wanted in ("latest", "never"):
         return None
     if wanted == "never":
@@ -113,8 +132,15 @@ def resume(trainer: Trainer, root: Path) -> Path | None:
             remedy='name one of these, or "latest"',
         )  # fmt: skip
     manifest = checkpoint.load(trainer, chosen)
-    on_rank_zero(lambda: checkpoint.set_aside(root, manifest.step), trainer.group)
+    on_rank_zero(lambda: _go_back(root, manifest.step, wanted), trainer.group)
     return chosen
+
+
+def _go_back(root: Path, step: int, wanted: str) -> None:
+    """Nothing of later steps stands in the way any more; a restart knows that this has been done."""
+    checkpoint.set_aside(root, step)
+    if wanted != "latest":
+        (root / _WENT_BACK).write_text(wanted)
 
 
 def _is_due(done: int, steps: int, every: int) -> bool:

@@ -104,14 +104,23 @@ def check_keys(directory: Path, saved: Mapping[str, Any], wanted: Mapping[str, A
         got += [f"with {foreign[0]!r}, which the model doesn't have ({len(foreign)} in all)"] if foreign else []
         raise CheckpointError(
             f"keys of {directory}", got=" and ".join(got), allowed="exactly the model's tensors and their state",
-            remedy="resume with the model that was saved, or start in an empty output.dir",
+            remedy=f"{_model_or_optimizer(missing, foreign)}, or start in an empty output.dir",
         )  # fmt: skip
     for key, value in wanted.items():
         if list(saved[key]) != list(value):
+            type_only = list(saved[key][1]) == list(value[1])
+            back = f'set model.dtype = "{saved[key][0]}"' if type_only else "resume with the model that was saved"
             raise CheckpointError(
                 f"{key} in {directory}", got=f"{saved[key][0]}{saved[key][1]}", allowed=f"{value[0]}{value[1]}",
-                remedy="resume with the model that was saved, or start in an empty output.dir",
+                remedy=f"{back}, or start in an empty output.dir",
             )  # fmt: skip
+
+
+def _model_or_optimizer(missing: list[str], foreign: list[str]) -> str:
+    """What to change: only the optimizer of [flatten] has masters."""
+    if all(key.startswith("optim.") and key.endswith(".master") for key in (*missing, *foreign)):
+        return f"set flatten.optimizer {'off' if missing else 'on'} again, as it was when this was saved"
+    return "resume with the model that was saved"
 
 
 def check_identity(directory: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -123,8 +132,17 @@ def check_identity(directory: Path, saved: Mapping[str, Any], wanted: Mapping[st
         raise CheckpointError(
             f"the run of {directory}", got=f"{first} = {now.get(first)!r} (of {len(changed)} that differ)",
             allowed=f"{first} = {before.get(first)!r}, as it was saved",
-            remedy=f"set {first} back, or start in an empty output.dir",
+            remedy=f"{_way_back(first)}, or start in an empty output.dir",
         )  # fmt: skip
+
+
+def _way_back(key: str) -> str:
+    """Which keys of the run.toml a field of the identity comes from."""
+    if key == "data.tokens":  # a hash
+        return "bring back the text and the tokenizer that data.path and the keys beside it gave"
+    if key.startswith("model.") and key != "model.dtype":
+        return f"set {key.removeprefix('model.')} back in model.shape or model.config"
+    return f"set {key} back"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

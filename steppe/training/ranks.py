@@ -19,6 +19,7 @@ from steppe.training.meeting import meet
 
 _ECHO = re.compile(r"gloo|NCCL|by peer|connection", re.IGNORECASE)
 _ECHO_S = 3.0
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers look for a rank's last words
 
 
@@ -35,6 +36,7 @@ class Place:
     local_rank: int
     local_world: int
     launcher_listens: bool  # the launcher reports this rank's failure, so the rank need not print it
+    restarted: bool = False  # the launcher has started these ranks again after one of them failed
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place | None:
@@ -44,13 +46,14 @@ class Place:
         try:
             rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local_rank, local_world = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
+            restarts = int(environment.get(_RESTARTS, "0"))
         except (KeyError, ValueError) as failure:
             raise ConfigError(
                 "the launcher's environment", got=f"RANK, but {failure}",
                 allowed="whole numbers in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE",
                 remedy="start through torchrun, or unset RANK and use --ranks",
             ) from failure  # fmt: skip
-        return cls(rank, world, local_rank, local_world, _ERROR_FILE in environment)
+        return cls(rank, world, local_rank, local_world, _ERROR_FILE in environment, restarts > 0)
 
 
 def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli") -> None:

@@ -131,4 +131,4 @@ def test_attention_over_a_sequences_ranks_breaks_the_graph_only_where_it_is_join
     assert breaks and all("Ulysses.attend" in reason for reason in breaks), breaks
     assert_reordered(losses, plain, plain.double(), length=2**17, what="losses")
     _, more, deep = run_ranks(_over_a_sequence, 2, layers, COMPILED)[0]
-    assert (len(more), deep) == (len(breaks), graphs), "deep models share the graphs, so none of their blocks is left out"
+    assert (len(more), deep) == (len(breaks), graphs), "a deep model shares the graphs: no block is left out"

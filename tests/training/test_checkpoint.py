@@ -17,7 +17,7 @@ from steppe.runtime import collectives
 from steppe.training import checkpoint
 from steppe.training.config import RunConfig
 from steppe.training.export import export, shard_plan
-from steppe.training.launch import run
+from steppe.training.launch import resume, run
 from steppe.training.loop import Trainer
 from steppe.training.manifest import NAME, data_files
 from steppe.training.progress import Progress
@@ -177,6 +177,56 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_the_previous_one_offered(tm
     root = Path(config.output.dir) / "checkpoints"
     assert [p.name for p in checkpoint.committed(root)][-1] == "step-00000006"
     assert (root / "abandoned-step-00000002").is_dir(), "what was left behind is set aside, not deleted"
+
+
+def went_back_twice(rank: int, world: int, config: RunConfig) -> list[str | None]:
+    """A job that goes back to step 1, is started again by its launcher, and ends; then the same job anew."""
+    root, told = Path(config.output.dir) / "checkpoints", []
+    for restarted in (False, True, False):
+        trainer = Trainer(config)
+        chosen = resume(trainer, root, restarted=restarted and rank == world - 1)  # its node's launcher counts alone
+        told.append(chosen.name if chosen else None)
+        trainer.step()
+        checkpoint.save(trainer, root, keep=9)
+        trainer.step()
+        checkpoint.save(trainer, root, keep=9)
+    return told
+
+
+def test_a_restarted_job_does_not_go_back_a_second_time_and_what_was_set_aside_stays(tmp_path: Path) -> None:
+    config = toy_run(tmp_path)
+    run_ranks(_saved_twice, 2, config)
+    back = config.replace("output", resume="step-00000001")
+    assert run_ranks(went_back_twice, 2, back)[0] == ["step-00000001", "step-00000003", "step-00000001"]
+    root = Path(config.output.dir) / "checkpoints"
+    aside = [f"abandoned-step-0000000{n}" for n in ("2", "2-2", "3", "4", "5")]
+    assert sorted(p.name for p in root.glob("abandoned-*")) == aside
+    fresh = config.replace("output", resume="never", dir=str(tmp_path / "fresh"))
+    found = run_ranks(restarted_afresh, 1, fresh)[0]
+    assert found == [None, "step-00000002"], "what a fresh start has written is its own"
+
+
+def restarted_afresh(rank: int, world: int, config: RunConfig) -> list[str | None]:
+    root, trainer = Path(config.output.dir) / "checkpoints", Trainer(config)
+    first = resume(trainer, root)
+    _saved_twice(rank, world, config)
+    again = resume(trainer, root, restarted=True)
+    return [found.name if found else None for found in (first, again)]
+
+
+def test_what_differs_is_named_by_the_key_that_brings_it_back(tmp_path: Path) -> None:
+    plain = toy_run(tmp_path)
+    flattened = with_policies(plain, {"optimizer": "on"})
+    run_ranks(_saved_twice, 1, plain)
+    assert "set flatten.optimizer off again" in run_ranks(refusal, 1, flattened)[0][0]
+    narrow = plain.replace("model", dtype="bfloat16")
+    assert 'set model.dtype = "float32"' in run_ranks(refusal, 1, narrow)[0][0]
+    other = plain.replace("model", shape={**plain.model.shape, "rms_norm_eps": 0.5})
+    assert "set rms_norm_eps back in model.shape" in run_ranks(refusal, 1, other)[0][0]
+    assert "set data.tokens" not in run_ranks(refusal, 1, plain.replace("data", tokenizer_vocab=280))[0][0]
+    on = flattened.replace("output", dir=str(tmp_path / "on"))
+    run_ranks(_saved_twice, 1, on)
+    assert "set flatten.optimizer on again" in run_ranks(refusal, 1, on.plain())[0][0]
 
 
 def test_keys_of_another_model_are_refused_both_ways(tmp_path: Path) -> None:
