@@ -149,7 +149,8 @@ def flatten_peaks(
     _check_policies(policies)
     refuse_foreign_sharding(model)
     blocks = blocks_of(model)
-    meshes = make_meshes(mesh or getattr(plan, "mesh", None), device or torch.device("cpu"))
+    wanted = mesh or getattr(plan, "mesh", None)
+    meshes = make_meshes(wanted, device or torch.device("cpu"), copies=not is_as_stored(mp_policy))
     for unit in (*blocks, model) if meshes.dense is not None else ():
         _of_other_types(unit, set())  # raises while nothing is placed yet
     sequence = join_sequences(model, meshes)
@@ -245,6 +246,11 @@ def mesh_of(module: ModuleType, meshes: Meshes | None) -> Any | None:
     return None if wanted is None or meshes is None else meshes.of(*wanted)
 
 
+def is_as_stored(mp_policy: Any) -> bool:
+    """Whether a mixed-precision policy leaves everything in the type that it is stored in."""
+    return mp_policy in (None, MixedPrecisionPolicy())
+
+
 def shard(flattened: Flattened, meshes: Meshes, *, mp_policy: Any = None, blocks: Iterable[nn.Module] = ()) -> None:
     """FSDP2 over all ranks on every block and on the rest; what a flattener placed keeps its own placement.
 
@@ -252,7 +258,7 @@ def shard(flattened: Flattened, meshes: Meshes, *, mp_policy: Any = None, blocks
     Raises: ConfigError for a precision that nobody would keep to, without ranks.
     """
     if meshes.dense is None:
-        if mp_policy not in (None, MixedPrecisionPolicy()):
+        if not is_as_stored(mp_policy):
             raise ConfigError("mp_policy", got=f"{mp_policy} without ranks", allowed="none: FSDP2 shards nothing here",
                               remedy="init_process_group first (one rank will do), or model.to(dtype)")  # fmt: skip
         return

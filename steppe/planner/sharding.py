@@ -68,10 +68,14 @@ def _replicated(shape: RunShape) -> int:
 
 def gathered_block(shape: RunShape) -> int:
     """Parameters of the largest block that a rank holds beside its shards while the block is at work."""
-    if shape.mesh.zero < 3 or shape.mesh.world == 1:
+    if not _gathers(shape, shape.mesh.world):
         return 0
-    experts = _local_experts(shape) if shape.mesh.expert < shape.mesh.world else 0
-    return _dense_part(shape) + experts
+    return _dense_part(shape) + (_local_experts(shape) if _gathers(shape, shape.mesh.world // shape.mesh.expert) else 0)
+
+
+def _gathers(shape: RunShape, ranks: int) -> bool:
+    """Whether FSDP2 over so many ranks holds copies of what is at work; one rank's own weights too, in another type."""
+    return shape.mesh.zero >= 3 and (ranks > 1 or shape.dtypes.weight_bytes != shape.dtypes.activation_bytes)
 
 
 def reduced_block(shape: RunShape) -> int:
@@ -176,7 +180,7 @@ def _reducing(shape: RunShape) -> Iterator[Entry]:
 
 def _gathered_ends(shape: RunShape) -> Iterator[Entry]:
     table = parameters.embedding_parameters(shape.model) // shape.mesh.tensor * shape.dtypes.activation_bytes
-    gathered = table if shape.mesh.zero >= 3 and shape.mesh.world > 1 else 0
+    gathered = table if _gathers(shape, shape.mesh.world) else 0
     yield Entry("gathered", HEAD_GATHERED, gathered, _MODEL_RUNS)
     if not shape.model.tied:
         yield Entry("gathered", "embedding, gathered", gathered, _MODEL_RUNS)

@@ -49,8 +49,11 @@ class Meshes:
         return groups[collectives.rank(collectives.world()) // size]
 
 
-def make_meshes(shape: MeshShape | None, device: torch.device) -> Meshes:
+def make_meshes(shape: MeshShape | None, device: torch.device, *, copies: bool = False) -> Meshes:
     """The meshes of a shape over the initialised world; None: all ranks, every group of one.
+
+    One rank is as no ranks, unless it wants `copies` of its weights in another type: FSDP2 would gather a copy of every
+    block all the same.
 
     Raises: ConfigError when the shape isn't that of the ranks there are.
     """
@@ -62,5 +65,6 @@ def make_meshes(shape: MeshShape | None, device: torch.device) -> Meshes:
             "mesh", got=f"a shape of {shape.world} ranks", allowed=f"the {num_ranks} ranks of this job",
             remedy="start that many ranks (torchrun --nproc-per-node), or give their number in the mesh",
         )  # fmt: skip
-    dense = None if world is None else init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DENSE_AXIS,))
+    alone = world is None or (num_ranks == 1 and not copies)
+    dense = None if alone else init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DENSE_AXIS,))
     return Meshes(shape, device.type, dense, collectives.node_share(world))

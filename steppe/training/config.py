@@ -139,6 +139,11 @@ class RunConfig:
         """The same run with every flattener off."""
         return self.with_flatten(**dict.fromkeys(NAMES, OFF))
 
+    @property
+    def computes_in_copies(self) -> bool:
+        """Whether weights are stored in one type and used in another."""
+        return self.train.dtype != self.model.dtype
+
     def replace(self, section: str, **values: object) -> RunConfig:
         """The same run with fields of one section replaced: `config.replace("train", steps=5)`."""
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})

@@ -80,7 +80,7 @@ class Trainer:
         """Model, flatteners, shards, weights, optimizer: in this order, since flatteners place parameters of their own
         and nobody holds a weight that another rank will have."""
         config = self.config
-        self.meshes = make_meshes(config.launch.mesh(self.world), self.device)
+        self.meshes = make_meshes(config.launch.mesh(self.world), self.device, copies=config.computes_in_copies)
         made = make_skeleton(config, self.model_config)
         self.model = made.model
         self.ulysses = join_sequences(self.model, config)

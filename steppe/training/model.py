@@ -86,10 +86,9 @@ def join_sequences(model: Any, config: RunConfig) -> Ulysses | None:
 
 def shard(flattened: Flattened, config: RunConfig, device: torch.device) -> None:
     """FSDP2 over all ranks in the run's precision; what a flattener placed keeps its own placement."""
-    compute, storage = DTYPES[config.train.dtype], DTYPES[config.model.dtype]
     precision = MixedPrecisionPolicy()
-    if compute != storage:
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    if config.computes_in_copies:
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[config.train.dtype], reduce_dtype=torch.float32)
     # transformers slices the hidden states before the head, whose forward is the identity here: nobody writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     assert flattened.meshes is not None

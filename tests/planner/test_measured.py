@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from steppe.core.ledger import PEAKS, Ledger
+from steppe.core.policy import OFF
 from steppe.core.shapes import BatchShape, Dtypes, MachineShape, RunShape
 from steppe.core.units import MiB
 from steppe.flatteners import NAMES
@@ -60,6 +61,7 @@ class Case:
     seq_len: int = 2048
     world: int = 1
     on: tuple[str, ...] = ()
+    dtypes: tuple[str, str] = ("float32", "float32")  # of weights and of compute
 
     def config(self, folder: Path) -> RunConfig:
         tables: dict[str, Any] = toy_tables(folder, self.family, **{**WIDE, **OWN[self.family]})
@@ -70,13 +72,16 @@ class Case:
         return parse(
             {
                 **tables,
+                "model": tables["model"] | {"dtype": self.dtypes[0]},
+                "train": tables["train"] | {"dtype": self.dtypes[1]},
                 "flatten": {name: FLAT[name] for name in self.on},
                 "launch": {"ranks": self.world, **groups},
             }
         )
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.seq_len}-{self.world}-{'flattened' if self.on else 'plain'}"
+        narrow = {("float32", "float32"): "", ("float32", "bfloat16"): "-mixed"}.get(self.dtypes, "-bfloat16")
+        return f"{self.family}-{self.seq_len}-{self.world}-{'flattened' if self.on else 'plain'}{narrow}"
 
 
 def measured_and_predicted(config: RunConfig) -> tuple[Ledger, Ledger]:
@@ -88,12 +93,13 @@ def measured_and_predicted(config: RunConfig) -> tuple[Ledger, Ledger]:
         meter.mark("steady")
         trainer.step()
     handle.remove()
+    own = config.model.dtype
     shape = RunShape(
         shape_from_config(trainer.model_config.to_dict()),
         BatchShape(config.data.seq_len),
         config.launch.mesh(trainer.world),
         MachineShape(device="cpu"),
-        Dtypes("float32", "float32", "float32", "float32"),
+        Dtypes(own, own, own if config.flatten["optimizer"] == OFF else "float32", config.train.dtype),
         attention="materialised" if config.model.attention == "eager" else "fused",
     )
     return meter.ledger(since="steady"), predict(shape, config.flatten)
@@ -104,8 +110,10 @@ def on_ranks(rank: int, world: int, config: RunConfig) -> tuple[Ledger, Ledger]:
 
 
 def judge(case: Case, folder: Path) -> None:
+    """Narrower weight gradients are summed in float32: several ranks may hold sums of all native experts, and how many
+    they do is the router's doing, so the dispatch peak may lie below its prediction by all but one of them."""
     config = case.config(folder)
-    if case.world == 1:
+    if case.world == 1 and case.dtypes == Case.dtypes:
         pairs = [measured_and_predicted(config)]
     else:
         pairs = run_ranks(on_ranks, case.world, config, timeout_s=240.0)
@@ -114,10 +122,21 @@ def judge(case: Case, folder: Path) -> None:
         assert predicted.device_peak_bytes == pytest.approx(device, rel=DEVICE), (measured.holders, predicted.holders)
         for name in PEAKS:
             allowed = max(PEAK * measured.peaks[name], GRAIN * device)
+            if name == "dispatch" and measured.peaks[name] < predicted.peaks[name]:
+                allowed += _sums_in_doubt(predicted, case)
             assert abs(predicted.peaks[name] - measured.peaks[name]) <= allowed, (name, predicted.peaks, measured.peaks)
 
 
-COVERING = [Case("qwen3_moe"), Case("glm4_moe", on=NAMES), Case("mixtral", world=2, on=NAMES)]
+def _sums_in_doubt(predicted: Ledger, case: Case) -> int:
+    sums = [entry.num_bytes for entry in predicted.entries if entry.tensor == "float32 sums of weight gradients"]
+    return sum(sums) if case.world > 1 else 0
+
+
+MIXED, NARROW = ("float32", "bfloat16"), ("bfloat16", "bfloat16")
+COVERING = [
+    Case("qwen3_moe"), Case("glm4_moe", on=NAMES), Case("mixtral", world=2, on=NAMES),
+    Case("olmoe", on=NAMES, dtypes=MIXED),
+]  # fmt: skip
 GRID = [
     Case(family, seq_len, world, on)
     for family in sorted(OWN)
@@ -136,6 +155,15 @@ def test_a_step_is_as_large_as_predicted_peak_by_peak(case: Case, tmp_path: Path
 @pytest.mark.parametrize("case", [case for case in GRID if case not in COVERING], ids=str)
 def test_every_family_length_and_number_of_ranks_is_as_large_as_predicted(case: Case, tmp_path: Path) -> None:
     judge(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("family", sorted(OWN))
+@pytest.mark.parametrize("dtypes", [MIXED, NARROW])
+def test_bfloat16_is_as_large_as_predicted(dtypes: tuple[str, str], family: str, world: int, tmp_path: Path) -> None:
+    for on in ((), NAMES):
+        judge(Case(family, 2048, world, on, dtypes), tmp_path)
 
 
 @pytest.mark.slow

@@ -155,6 +155,15 @@ def test_a_flattened_peak_is_flat_in_what_it_grew_with() -> None:
     assert long["optimizer"] == short["optimizer"]
 
 
+def test_one_rank_gathers_copies_in_another_type_only() -> None:
+    shape = RunShape(load_model("qwen3-30b-a3b"), BatchShape(8192), MeshShape(1))
+    copied = replace(shape, dtypes=Dtypes("float32", "float32"))
+    assert predict(shape).peaks["gathered"] < predict(copied).peaks["gathered"]
+    assert "block at work, gathered" not in held(shape, Moment.BACKWARD)
+    two = held(replace(shape, mesh=MeshShape(2)), Moment.BACKWARD)
+    assert held(copied, Moment.BACKWARD)["block at work, gathered"] == two["block at work, gathered"]
+
+
 def test_expert_layers_count_among_the_gathered() -> None:
     """With experts spread over all ranks nothing of them is gathered; without, a whole block is, twice."""
     model = load_model("qwen3-30b-a3b")

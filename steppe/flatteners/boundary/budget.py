@@ -148,8 +148,15 @@ def _first_inputs(shape: RunShape) -> tuple[tuple[int, frozenset[Moment]], ...]:
     """Where nearly all gradients are there: one block has none before it on one rank; where gradients wait to be
     reduced it is the second block, beside whose input stands the first one's. A single leading dense block is first."""
     second = 1 if shape.mesh.world == 1 else min(2, max(shape.model.num_layers - 1, 1))
-    dense = frozenset({Moment.DENSE_END})
-    return (second, FIRST_BLOCKS - dense), (min(second, max(shape.model.num_dense_layers, 1)), dense)
+    dense, own = frozenset({Moment.DENSE_END}), _own_input(shape)
+    leading = min(second, max(shape.model.num_dense_layers, 1))
+    return (second - own, FIRST_BLOCKS - dense), (leading - own, dense)
+
+
+def _own_input(shape: RunShape) -> int:
+    """1 where the block at work gives its input back once it is recomputed: narrow activations, of which its norm keeps
+    a float32 copy."""
+    return 1 if shape.dtypes.activation_bytes < 4 else 0
 
 
 def _companions(what: str, per_block: int, blocks: int, moving: int) -> list[Entry]:

@@ -23,6 +23,7 @@ _GATE_FUNCTION: Final = 6  # autograd saves so many of a tile's size of a gate t
 _GATE_KEPT: Final = 3  # and the plain program so many more of the inner width: clamped gate, its sigmoid, clamped up
 _WIDENED: Final = 3  # and gate, up and gradient where the rows are narrower
 _ROUTE_BYTES: Final = 4  # int32 row order
+_NORM_SUMS: Final = 16  # bytes an element by which a norm in float32 exceeds in its backward what it kept
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
         Entry("dispatch", "token gradients, rounded", max(0, held.rounded - held.tile), back),
         Entry("gathered", "expert gradients built so far", held.weight_gradients, back),
         Entry("dispatch", "route-weight gradients", held.route_gradients, back),
-        Entry("router", "its gradient, beyond the experts'", _beyond_the_experts(shape, layer, held), back),
+        Entry("router", "after the experts: gradients beyond theirs", _beyond_the_experts(shape, layer, held), back),
         Entry("dispatch", "combined output, float32", layer.num_tokens * layer.hidden * layer.sum_bytes,
               frozenset({Moment.FORWARD})),
         Entry("dispatch", "row order", held.row_order * shape.model.num_moe_layers, inside | {Moment.LOSS}),
@@ -241,12 +242,17 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
 
 
 def _beyond_the_experts(shape: RunShape, layer: LayerShape, held: Cost) -> int:
-    """Bytes by which the router's backward exceeds the experts': its own gradient [N, H] beside theirs, by then rounded,
-    with the tile gone, and the gathered experts too where the complementary axis shards them."""
-    gradient = layer.num_tokens * layer.hidden * layer.row_bytes
+    """Bytes by which what follows the experts' backward exceeds it, with the tile and the sums gone, and the gathered
+    experts too where the complementary axis shards them. Two points compete there: the router's backward holds a
+    gradient [N, H] beside the experts' own, by then rounded; that of the norm before holds float32 tensors [N, H]:
+    its input's copy, kept, and five of its own math where the activations are narrower (24 bytes an element where 8
+    were kept), four where they are not."""
+    elements = layer.num_tokens * layer.hidden
     gathered = held.weight_gradients if shape.mesh.zero >= 3 and shape.mesh.world > shape.mesh.expert else 0
-    after = gradient + (held.rounded or held.token_gradients)
-    return max(0, after - held.token_gradients - max(held.tile, held.rounded) - held.gradient_sums - gathered)
+    during = held.token_gradients + max(held.tile, held.rounded) + held.gradient_sums + gathered
+    router = elements * layer.row_bytes + (held.rounded or held.token_gradients)
+    norm = elements * _NORM_SUMS if held.rounded else router
+    return max(0, max(router, norm) - during)
 
 
 def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry, ...]:
