@@ -45,6 +45,7 @@ class ModelShape:
     qk_norm_over_heads: bool = False  # one norm over all heads together (OLMoE) instead of one head's width
     has_router_loss: bool = False  # the auxiliary loss is on
     has_router_one_hot: bool = False  # and built over a one-hot of all layers, as transformers before 5.16 does
+    has_float32_routes: bool = False  # the model's own code weighs narrow rows of experts by float32 route weights
     extra_parameters: int = 0  # dense parameters that the config doesn't describe (a vision tower, adapters)
 
     @property

@@ -32,6 +32,9 @@ _TRAITS: Final[dict[str, dict[str, bool]]] = {
     "qwen3_moe": {"has_qk_norm": True},
     "olmoe": {"has_qk_norm": True, "qk_norm_over_heads": True},
     "gpt_oss": {"has_attention_bias": True, "has_attention_sinks": True, "has_expert_bias": True},
+    "mixtral": {"has_float32_routes": True},
+    "glm4_moe": {"has_float32_routes": True},
+    "deepseek_v3": {"has_float32_routes": True},
 }
 # What transformers takes for a key that is missing, where that isn't what the other keys suggest.
 _DEFAULTS: Final[dict[str, dict[str, int]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,8 +60,10 @@ class Place:
 def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli") -> None:
     """Run `steppe <arguments>` (or another module's main) on so many ranks here, through torch's elastic agent.
 
-    One rank's failure ends all. Raises: JobFailed with that rank's message.
+    One rank's failure ends all, and so does a signal. Raises: JobFailed with that rank's message or the signal's name;
+    KeyboardInterrupt for an interrupt.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -73,6 +76,10 @@ def start_ranks(arguments: Sequence[str], ranks: int, module: str = "steppe.cli"
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         raise JobFailed(f"rank {rank} (process {first.pid}): {_last_words(first.message)}") from None
+    except SignalException as stopped:
+        if stopped.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise JobFailed(f"stopped by {stopped.sigval.name}, and its ranks with it") from None
 
 
 def on_this_rank(work: Callable[[torch.device], int], place: Place, timeout_s: float) -> int:

@@ -101,6 +101,7 @@ def measured_and_predicted(config: RunConfig) -> tuple[Ledger, Ledger]:
         MachineShape(device="cpu"),
         Dtypes(own, own, own if config.flatten["optimizer"] == OFF else "float32", config.train.dtype),
         attention="materialised" if config.model.attention == "eager" else "fused",
+        keeps_outputs=False,  # as the loop: it lets the logits go before the backward
     )
     return meter.ledger(since="steady"), predict(shape, config.flatten)
 

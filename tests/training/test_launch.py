@@ -55,6 +55,23 @@ def test_train_starts_two_ranks_writes_metrics_and_exports(tmp_path: Path) -> No
     assert "step 6/6" in said, "a run without a terminal shows lines"
 
 
+@pytest.mark.parametrize(("number", "code", "told"), [
+    (signal.SIGINT, 130, "steppe train: interrupted"),
+    pytest.param(signal.SIGTERM, 2, "stopped by SIGTERM", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_signal_ends_all_ranks_in_one_line(number: signal.Signals, code: int, told: str, tmp_path: Path) -> None:
+    job = _steppe("train", _write(tmp_path, train={"steps": 100_000}))
+    log = tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.05)
+    job.send_signal(number)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == code, said
+    assert told in said
+    assert "Traceback" not in said
+
+
 def test_a_failing_rank_ends_all_within_a_minute_with_its_own_message(tmp_path: Path) -> None:
     text = tmp_path / "docs.jsonl"
     text.write_text("\n".join(json.dumps({"text": "x" * length}) for length in (*[20] * 7, 90)))

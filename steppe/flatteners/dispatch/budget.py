@@ -22,6 +22,8 @@ _TILE_TENSORS: Final = 4  # of a tile's backward, in the dtype of sums: activate
 _GATE_FUNCTION: Final = 6  # autograd saves so many of a tile's size of a gate that is a function (gpt-oss clamps both)
 _GATE_KEPT: Final = 3  # and the plain program so many more of the inner width: clamped gate, its sigmoid, clamped up
 _WIDENED: Final = 3  # and gate, up and gradient where the rows are narrower
+_AT_COMBINE: Final = 3  # gradients of all routes at the plain program's combine
+_WIDENED_COMBINE: Final = 3  # and so many more where narrow rows meet float32 route weights
 _ROUTE_BYTES: Final = 4  # int32 row order
 _NORM_SUMS: Final = 16  # bytes an element by which a norm in float32 exceeds in its backward what it kept
 
@@ -220,7 +222,8 @@ def entries(shape: RunShape, policy: DispatchPolicy | Off) -> tuple[Entry, ...]:
     layer = layer_of(shape)
     inside = frozenset({Moment.FORWARD, Moment.BACKWARD})
     if isinstance(policy, Off):
-        return _plain_entries(layer, inside)
+        widened = shape.model.has_float32_routes and layer.row_bytes < layer.sum_bytes
+        return _plain_entries(layer, inside, _AT_COMBINE + (_WIDENED_COMBINE if widened else 0))
     held = cost(layer, policy)
     back = frozenset({Moment.BACKWARD})
     always = frozenset(Moment)
@@ -255,8 +258,9 @@ def _beyond_the_experts(shape: RunShape, layer: LayerShape, held: Cost) -> int:
     return max(0, max(router, norm) - during)
 
 
-def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry, ...]:
-    """Two points of the backward compete: at the combine three more tensors of all routes, their gradients, are alive;
+def _plain_entries(layer: LayerShape, inside: frozenset[Moment], at_combine: int) -> tuple[Entry, ...]:
+    """Two points of the backward compete: at the combine three more tensors of all routes, their gradients, are alive
+    (`at_combine`: six where route weights are float32 and the rows narrower, since their products are float32, too);
     at the first grouped GEMM the gradients of all native experts beside two tensors of routes. The forward, without
     autograd, holds four tensors of routes at its combine or the activations at its second GEMM."""
     rows = plain_rows(layer)
@@ -267,8 +271,8 @@ def _plain_entries(layer: LayerShape, inside: frozenset[Moment]) -> tuple[Entry,
     gradients = layer.num_native * layer.expert_elements * layer.weight_bytes
     return (
         *(Entry("dispatch", name, size, back) for name, size in kept),
-        Entry("dispatch", "gradients of routes at the combine", 3 * wide, back),
-        Entry("gathered", "expert gradients beyond them", max(0, gradients - 3 * wide - 2 * inner), back),
+        Entry("dispatch", "gradients of routes at the combine", at_combine * wide, back),
+        Entry("gathered", "expert gradients beyond them", max(0, gradients - at_combine * wide - 2 * inner), back),
         Entry("dispatch", "rows and activations, forward", max(4 * wide, wide + 4 * inner), forward),
     )
 

@@ -73,6 +73,15 @@ def test_the_routers_gradient_counts_where_it_exceeds_what_the_experts_backward_
     assert router(narrow) == layer.num_tokens * 512 * 16 - during > 0  # the norm's float32 math, see the docstring
 
 
+def test_plain_rows_weighed_by_float32_route_weights_are_twice_as_wide_at_the_combine() -> None:
+    """Mixtral, GLM-4-MoE and DeepSeek-V3 don't round their route weights to the rows' type."""
+    widened = replace(PAPER, has_float32_routes=True)
+    rows = 65_536 * 8 * 7168 * 2
+    assert peak(replace(RUN, model=widened), OFF) - peak(RUN, OFF) == 3 * rows
+    wide = Dtypes("float32", "float32", "float32", "float32")
+    assert peak(replace(RUN, model=widened, dtypes=wide), OFF) == peak(replace(RUN, dtypes=wide), OFF)
+
+
 def test_a_dense_model_has_no_dispatch() -> None:
     assert entries(replace(RUN, model=DENSE), DispatchPolicy()) == ()
     verdict = pays(replace(RUN, model=DENSE), MachineShape())
